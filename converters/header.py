@@ -1,0 +1,214 @@
+"""The safetensors header: parse and check it before trusting a byte, and build it for a new shard.
+
+A file is eight bytes of length, a JSON header and the tensor data without holes. The parser makes
+every check of the reference loader and one more: a name given twice is refused, because the
+reference silently keeps the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxfp4.errors import CorruptCheckpointError
+
+DTYPE_BITS: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits per element of every dtype name that safetensors 0.8 accepts."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The reference loader refuses longer headers."""
+
+DATA_ALIGNMENT = 4096
+"""Our shards start their data on a page boundary, which direct readers need."""
+
+_LENGTH = struct.Struct("<Q")
+_FIRST_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says about one tensor: its name, safetensors dtype name and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def element_count(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the data; raises `CorruptCheckpointError` if they are not whole."""
+        bits = self.element_count * DTYPE_BITS[self.dtype]
+        if bits % 8:
+            raise CorruptCheckpointError(
+                f"{self.dtype} {list(self.shape)} does not fill whole bytes", tensor=self.name
+            )
+        return bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the absolute offset of its first byte in the file."""
+
+    info: TensorInfo
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: its metadata, its tensors in file order, and the size the file must have."""
+
+    metadata: Mapping[str, str]
+    tensors: tuple[StoredTensor, ...]
+    file_size: int
+    raw: bytes
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of one shard.
+
+    Raises `CorruptCheckpointError` for anything that the reference loader refuses, for duplicate
+    names, and for a file whose size differs from what the header covers.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = os.pread(file.fileno(), _FIRST_READ_BYTES, 0)
+        if len(head) < _LENGTH.size:
+            raise _corrupt(path, f"{size} bytes are too few for a safetensors file")
+        (length,) = _LENGTH.unpack_from(head)
+        if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
+            raise _corrupt(
+                path, f"the header claims {length:,} bytes, the whole file has {size:,}"
+            )
+        while len(head) < _LENGTH.size + length:
+            more = os.pread(file.fileno(), _LENGTH.size + length - len(head), len(head))
+            if not more:
+                raise _corrupt(path, "the file ends inside its header")
+            head += more
+    return parse_header(head[_LENGTH.size : _LENGTH.size + length], size, path)
+
+
+def parse_header(raw: bytes, file_size: int, path: Path) -> Header:
+    """Check the JSON of a header against the size of its file (see `read_header`)."""
+    try:
+        pairs = json.loads(raw, object_pairs_hook=_Pairs)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _corrupt(path, f"the header is not JSON ({error})") from error
+    if not isinstance(pairs, _Pairs):
+        raise _corrupt(path, "the header is not a JSON object")
+    metadata: dict[str, str] = {}
+    tensors: list[StoredTensor] = []
+    seen: set[str] = set()
+    base = _LENGTH.size + len(raw)
+    for name, value in pairs:
+        if name in seen:
+            raise _corrupt(path, "the header has this name twice", tensor=name)
+        seen.add(name)
+        if name == "__metadata__":
+            metadata = _parse_metadata(value, path)
+        else:
+            tensors.append(_parse_entry(name, value, base, path))
+    # Empty tensors share their offset with a neighbour and must come first.
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.info.byte_count))
+    position = base
+    for tensor in tensors:
+        if tensor.offset != position:
+            raise _corrupt(
+                path,
+                f"its data start at byte {tensor.offset - base:,}, expected {position - base:,}: "
+                "a hole or an overlap",
+                tensor=tensor.info.name,
+            )
+        position += tensor.info.byte_count
+    if position != file_size:
+        kind = "truncated" if file_size < position else "longer than its header says"
+        raise _corrupt(
+            path, f"the file is {kind}: the header covers {position:,} bytes, it has {file_size:,}"
+        )
+    return Header(metadata, tuple(tensors), file_size, raw)
+
+
+def build_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """Length, JSON and padding for tensors stored in the given order.
+
+    The bytes depend on the arguments alone; the data section starts on `DATA_ALIGNMENT`.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.byte_count
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % DATA_ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as the pairs it was written with, so that duplicates stay visible."""
+
+
+def _parse_metadata(value: object, path: Path) -> dict[str, str]:
+    pairs = value if isinstance(value, _Pairs) else None
+    if pairs is None or not all(isinstance(item, str) for _, item in pairs):
+        raise _corrupt(path, "__metadata__ must map strings to strings")
+    return dict(pairs)
+
+
+def _parse_entry(name: str, value: object, base: int, path: Path) -> StoredTensor:
+    entry = dict(value) if isinstance(value, _Pairs) else {}
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if (
+        not isinstance(dtype, str)
+        or not _is_counts(shape)
+        or not _is_counts(offsets)
+        or len(offsets) != 2
+    ):
+        raise _corrupt(path, "its entry lacks a dtype, a shape or two offsets", tensor=name)
+    if dtype not in DTYPE_BITS:
+        raise _corrupt(
+            path,
+            f"unknown dtype {dtype!r}",
+            tensor=name,
+            hint="known dtypes: " + ", ".join(sorted(DTYPE_BITS)),
+        )
+    info = TensorInfo(name, dtype, tuple(shape))
+    if info.byte_count != offsets[1] - offsets[0]:
+        raise _corrupt(
+            path,
+            f"{dtype} {list(shape)} needs {info.byte_count:,} bytes, "
+            f"its offsets give {offsets[1] - offsets[0]:,}",
+            tensor=name,
+        )
+    return StoredTensor(info, base + offsets[0])
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _corrupt(
+    path: Path, message: str, *, tensor: str = "", hint: str = "download or copy this file again"
+) -> CorruptCheckpointError:
+    return CorruptCheckpointError(message, file=path.name, tensor=tensor, hint=hint)

@@ -1,0 +1,287 @@
+"""The codec in numpy: exact integer arithmetic in a cache-sized workspace, for machines without C.
+
+Every source is first reduced to 16 bits a value, sign, exponent and seven mantissa bits as in
+BF16, with the last bit set whenever a set bit was cut off. No threshold of the codec, neither
+between codes nor between scale bytes, needs more than two mantissa bits, so every comparison
+comes out as on the full value, and one integer kernel serves BF16, F16 and F32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mxfp4.spec import (
+    BLOCK_SIZE,
+    E2M1_MIDPOINTS,
+    E2M1_SIGN,
+    E2M1_VALUES,
+    E8M0_BIAS,
+    E8M0_NAN,
+    MAX_SCALE_BYTE,
+    SCALE_BIAS,
+    CodecOptions,
+    ScaleRule,
+    TieRule,
+    ZeroSign,
+)
+from mxfp4.statistics import SUM_UNIT_BITS, TensorStatistics
+
+CHUNK_BLOCKS = 2048
+"""Blocks handled at a time: the workspace stays in a level-2 cache."""
+
+EXACT_FROM = 3
+"""Smallest scale byte at which elements are above the subnormals and bits can be subtracted."""
+
+INFINITE = 0x7F80
+"""The reduced 16 bits of infinity; NaN is above."""
+
+_MAGNITUDE = np.int16(0x7FFF)
+_VALUES = np.array(E2M1_VALUES, np.float32)
+_SIGNED_VALUES = np.concatenate([_VALUES, -_VALUES])
+
+
+def float_values(source: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
+    """The float32 values of raw bits of `dtype` ("BF16", "F16" or "F32"); always exact."""
+    if dtype == "BF16":
+        return (source.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F16":
+        with np.errstate(invalid="ignore"):
+            return source.view(np.float16).astype(np.float32)
+    return source.view(np.float32)
+
+
+def reduced_bits(source: NDArray[np.generic], dtype: str) -> NDArray[np.uint16]:
+    """Sixteen bits a value that compare with every threshold as the value does (see the top)."""
+    if dtype == "BF16":
+        return source.view(np.uint16)
+    bits = float_values(source, dtype).view(np.uint32)
+    cut_off = (bits & np.uint32(0xFFFF)) != 0
+    return (bits >> np.uint32(16)).astype(np.uint16) | cut_off
+
+
+def encode_blocks(
+    source: NDArray[np.generic],
+    dtype: str,
+    options: CodecOptions,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    *,
+    importance: NDArray[np.float32] | None = None,
+    statistics: bool = False,
+) -> tuple[int, TensorStatistics | None]:
+    """Encode `source` [blocks, 32] into `codes` [blocks, 16] and `scales` [blocks].
+
+    `importance` [period, 32] weighs the squared errors of block i with row i mod period. Returns
+    the index of the first block with a NaN or an infinity (or -1) and the statistics; after such
+    a block nothing more is written.
+    """
+    total = TensorStatistics() if statistics else None
+    for start in range(0, len(source), CHUNK_BLOCKS):
+        part = slice(start, min(start + CHUNK_BLOCKS, len(source)))
+        bits = reduced_bits(source[part], dtype)
+        amax = _block_maximum(bits)
+        if amax.max() >= INFINITE:
+            return start + int(np.argmax(amax >= INFINITE)), None
+        byte = _scale_bytes(amax, options.rule)
+        if options.rule is ScaleRule.SEARCH:
+            values = float_values(source[part], dtype)
+            weights = None
+            if importance is not None:
+                rows = np.arange(part.start, part.stop) % len(importance)
+                weights = importance[rows]
+            byte = _search(values, byte, weights)
+        _encode_chunk(bits, byte, options, codes[part])
+        scales[part] = byte
+        low = np.flatnonzero(byte < EXACT_FROM)
+        if len(low):
+            values = float_values(source[part][low], dtype)
+            codes[start + low] = _encode_exact(values, byte[low], options)
+        if total is not None:
+            values = float_values(source[part], dtype)
+            total += _statistics(values, codes[part], byte)
+    return -1, total
+
+
+def _block_maximum(bits: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """Largest magnitude bits of each block, [blocks]."""
+    half = bits.view(np.int16) & _MAGNITUDE
+    while half.shape[1] > 1:
+        middle = half.shape[1] // 2
+        half = np.maximum(half[:, :middle], half[:, middle:])
+    return half[:, 0].astype(np.int32)
+
+
+def _scale_bytes(amax: NDArray[np.int32], rule: ScaleRule) -> NDArray[np.int32]:
+    """The rule of `mxfp4.spec.ScaleRule` on reduced bits; for SEARCH the middle candidate."""
+    byte: NDArray[np.int32] = ((amax + (SCALE_BIAS[rule] >> 16)) >> 7) - 2
+    return np.clip(byte, 0, MAX_SCALE_BYTE, out=byte)
+
+
+def _encode_chunk(
+    bits: NDArray[np.uint16],
+    byte: NDArray[np.int32],
+    options: CodecOptions,
+    codes: NDArray[np.uint8],
+) -> None:
+    """Codes of blocks whose scale byte is at least EXACT_FROM; others are left meaningless.
+
+    With r the distance of the magnitude bits from those of a quarter of the scale, the midpoints
+    are r = 0, 192, 288, 352, 416, 480, 544: multiples of 32. `step` counts how many multiples of
+    32 the value is beyond, which leaves small integers to compare.
+    """
+    word = bits.view(np.int16)
+    magnitude = word & _MAGNITUDE
+    step = magnitude - ((byte - 2) << 7).astype(np.int16)[:, None]
+    if options.ties is TieRule.EVEN:
+        # Of two codes beside a midpoint the upper one is even exactly when this bit is set.
+        step += (magnitude >> np.int16(6)) & np.int16(1)
+    step += np.int16(32 if options.ties is TieRule.AWAY else 31)
+    step >>= np.int16(5)
+    np.clip(step, 0, 18, out=step)
+    code = np.maximum(step >> np.int16(1), np.int16(2))
+    code -= np.int16(2)
+    np.maximum(code, step > 0, out=code, casting="unsafe")
+    np.maximum(code, (step > 6) * np.int16(2), out=code)
+    code |= _sign_bits(word, magnitude, code, options.zero_sign)
+    pair = code.view(np.uint32)
+    np.bitwise_or(pair, pair >> np.uint32(12), out=pair)
+    codes[...] = pair.view(np.uint8)[:, 0::4]
+
+
+def _sign_bits(
+    word: NDArray[np.int16],
+    magnitude: NDArray[np.int16],
+    code: NDArray[np.int16],
+    zero_sign: ZeroSign,
+) -> NDArray[np.int16]:
+    """Bit 3 of every code, as int16 0 or 8."""
+    sign = (word >> np.int16(12)) & np.int16(E2M1_SIGN)
+    if zero_sign is ZeroSign.UNDERFLOW:
+        sign *= magnitude != 0
+    elif zero_sign is ZeroSign.DROP:
+        sign *= code != 0
+    elif zero_sign is ZeroSign.SET:
+        np.maximum(sign, (magnitude == 0) * np.int16(E2M1_SIGN), out=sign)
+    return sign
+
+
+def _encode_exact(
+    values: NDArray[np.float32], byte: NDArray[np.int32], options: CodecOptions
+) -> NDArray[np.uint8]:
+    """Codes [blocks, 16] for any scale byte, by comparison of scaled values with the midpoints."""
+    scaled = _scaled_magnitudes(values, byte)
+    code = np.zeros(values.shape, np.int16)
+    for lower, midpoint in enumerate(E2M1_MIDPOINTS):
+        up_at_tie = options.ties is TieRule.AWAY or (options.ties is TieRule.EVEN and lower % 2)
+        code += scaled >= midpoint if up_at_tie else scaled > midpoint
+    word = np.where(np.signbit(values), np.int16(-0x8000), np.int16(0))
+    zero_or_not = (values != 0).astype(np.int16)
+    code |= _sign_bits(word, zero_or_not, code, options.zero_sign)
+    return (code[:, 0::2] | (code[:, 1::2] << 4)).astype(np.uint8)
+
+
+def _scaled_magnitudes(values: NDArray[np.float32], byte: NDArray[np.int32]) -> NDArray[np.float32]:
+    """|x| / scale in float32. Exact, save that what is far below every midpoint may lose bits."""
+    inverse = np.ldexp(np.float32(1), E8M0_BIAS - byte)
+    scaled: NDArray[np.float32] = np.abs(values) * inverse[:, None]
+    return scaled
+
+
+def _nearest(scaled: NDArray[np.float32], unit: float) -> NDArray[np.float32]:
+    """The nearest of the element values times `unit`, a power of two; ties either way."""
+    low = np.rint(scaled * np.float32(2 / unit)) * np.float32(unit / 2)
+    middle = np.rint(scaled * np.float32(1 / unit)) * np.float32(unit)
+    high = np.rint(scaled * np.float32(0.5 / unit)) * np.float32(unit * 2)
+    nearest = np.where(scaled < 2 * unit, low, np.where(scaled < 4 * unit, middle, high))
+    return np.minimum(nearest, np.float32(E2M1_VALUES[-1] * unit))
+
+
+def _search(
+    values: NDArray[np.float32], middle: NDArray[np.int32], weights: NDArray[np.float32] | None
+) -> NDArray[np.int32]:
+    """Scale bytes with the least squared error among middle - 1, middle and middle + 1.
+
+    Compared are differences of errors, element by element: with p and q the nearest values of two
+    candidates, (v - p)^2 - (v - q)^2 = (q - p) (2v - p - q), zero where both round alike. Without
+    weights every term and every sum is exact in float64, so the choice is exact too.
+    """
+    scaled = _scaled_magnitudes(values, middle)
+    base = _nearest(scaled, 1.0)
+    gain_up = _error_change(scaled, base, _nearest(scaled, 2.0), weights)
+    gain_down = _error_change(scaled, base, _nearest(scaled, 0.5), weights)
+    gain_up[middle == MAX_SCALE_BYTE] = np.inf
+    gain_down[middle == 0] = np.inf
+    byte = middle + ((gain_up < 0) & (gain_up <= gain_down))
+    byte -= (gain_down < 0) & (gain_down < gain_up)
+    return byte
+
+
+def _error_change(
+    scaled: NDArray[np.float32],
+    base: NDArray[np.float32],
+    other: NDArray[np.float32],
+    weights: NDArray[np.float32] | None,
+) -> NDArray[np.float64]:
+    """Squared error with `other` minus that with `base`, summed over each block."""
+    v, p, q = (a.astype(np.float64) for a in (scaled, other, base))
+    change = (q - p) * (2 * v - p - q)
+    if weights is not None:
+        change *= weights
+    return _tree_sum(change)
+
+
+def _tree_sum(terms: NDArray[np.floating]) -> NDArray[np.floating]:  # type: ignore[type-arg]
+    """Sum over a block in the order every backend keeps: neighbours first, then halves."""
+    terms = terms[:, 0::2] + terms[:, 1::2]
+    while terms.shape[1] > 1:
+        middle = terms.shape[1] // 2
+        terms = terms[:, :middle] + terms[:, middle:]
+    return terms[:, 0]
+
+
+def _statistics(
+    values: NDArray[np.float32], codes: NDArray[np.uint8], byte: NDArray[np.int32]
+) -> TensorStatistics:
+    """Statistics of a chunk; squares in float32, see `mxfp4.statistics` for the integer sums."""
+    scaled = _scaled_magnitudes(values, byte)
+    code = np.stack([codes & 7, (codes >> 4) & 7], -1).reshape(scaled.shape)
+    error = scaled - _VALUES[code]
+    zero_blocks = int((np.abs(values).max(axis=1) == 0).sum())
+    worst = np.abs(error).max(axis=1).astype(np.float64)
+    return TensorStatistics(
+        elements=values.size,
+        zero_blocks=zero_blocks,
+        clipped=int((scaled > E2M1_VALUES[-1]).sum()),
+        flushed=int(((code == 0) & (values != 0)).sum()),
+        max_abs=float(np.abs(values).max()),
+        max_abs_error=float(np.ldexp(worst, byte - E8M0_BIAS).max()),
+        scale_histogram=tuple(np.bincount(byte, minlength=256).tolist()),
+        signal=_sums(scaled * scaled, byte),
+        error=_sums(error * error, byte),
+    )
+
+
+def _sums(squares: NDArray[np.float32], byte: NDArray[np.int32]) -> tuple[int, ...]:
+    sums = np.zeros(256, np.int64)
+    unit = np.float32(2.0**SUM_UNIT_BITS)
+    np.add.at(sums, byte, np.rint(_tree_sum(squares) * unit).astype(np.int64))
+    return tuple(sums.tolist())
+
+
+def decode_blocks(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], values: NDArray[np.float32]
+) -> None:
+    """Decode `codes` [blocks, 16] and `scales` [blocks] into `values` float32 [blocks, 32].
+
+    Byte 255 gives NaN for every element; 253 and 254 overflow to infinity where IEEE does.
+    """
+    for start in range(0, len(codes), CHUNK_BLOCKS):
+        part = slice(start, start + CHUNK_BLOCKS)
+        scale = np.ldexp(np.float32(1), scales[part].astype(np.int32) - E8M0_BIAS)
+        scale[scales[part] == E8M0_NAN] = np.nan
+        out = values[part].reshape(-1, BLOCK_SIZE // 2, 2)
+        out[..., 0] = _SIGNED_VALUES[codes[part] & 15]
+        out[..., 1] = _SIGNED_VALUES[codes[part] >> 4]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values[part] *= scale[:, None]

@@ -1,0 +1,139 @@
+"""What encoding a tensor lost, as numbers that merge exactly.
+
+Squares are summed per scale byte in units of 2^-30 of the squared scale. Those sums are integers,
+so a tensor encoded slab by slab, in any order and by any backend, has the same statistics as the
+tensor encoded at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mxfp4.spec import E8M0_BIAS
+
+SUM_UNIT_BITS = 30
+"""A block adds round(2^30 * sum of (x / scale)^2) to the integer of its scale byte."""
+
+_NO_BYTES = (0,) * 256
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Counts and squared sums of one encoded tensor; `a + b` is that of both parts together.
+
+    `signal` and `error` hold 256 integers, one per scale byte: the squares of the source and of
+    source minus decoded value, as described above. `clipped` elements were beyond 6 times their
+    scale; `flushed` elements were not zero and became zero. `max_abs` and `max_abs_error` are
+    exact.
+    """
+
+    elements: int = 0
+    zero_blocks: int = 0
+    clipped: int = 0
+    flushed: int = 0
+    max_abs: float = 0.0
+    max_abs_error: float = 0.0
+    scale_histogram: tuple[int, ...] = field(default=_NO_BYTES, repr=False)
+    signal: tuple[int, ...] = field(default=_NO_BYTES, repr=False)
+    error: tuple[int, ...] = field(default=_NO_BYTES, repr=False)
+
+    def __add__(self, other: TensorStatistics) -> TensorStatistics:
+        return TensorStatistics(
+            elements=self.elements + other.elements,
+            zero_blocks=self.zero_blocks + other.zero_blocks,
+            clipped=self.clipped + other.clipped,
+            flushed=self.flushed + other.flushed,
+            max_abs=max(self.max_abs, other.max_abs),
+            max_abs_error=max(self.max_abs_error, other.max_abs_error),
+            scale_histogram=_add(self.scale_histogram, other.scale_histogram),
+            signal=_add(self.signal, other.signal),
+            error=_add(self.error, other.error),
+        )
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return sum(self.scale_histogram)
+
+    @property
+    def sum_squares(self) -> float:
+        """Sum of the squared source values."""
+        return _total(self.signal)
+
+    @property
+    def sum_squared_error(self) -> float:
+        """Sum of the squared differences between source and decoded values."""
+        return _total(self.error)
+
+    @property
+    def relative_l2(self) -> float:
+        """Norm of the error over norm of the source; 0 for a tensor of zeros."""
+        ratio = _ratio(self.error, self.signal)
+        return math.sqrt(ratio) if ratio else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise in decibels; infinite without error."""
+        ratio = _ratio(self.error, self.signal)
+        return -10.0 * math.log10(ratio) if ratio else math.inf
+
+    @property
+    def clipped_share(self) -> float:
+        """Share of the elements that were beyond 6 times their scale."""
+        return self.clipped / self.elements if self.elements else 0.0
+
+    @property
+    def flushed_share(self) -> float:
+        """Share of the elements that were not zero and became zero."""
+        return self.flushed / self.elements if self.elements else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """The summary as JSON values; the histogram maps scale bytes that occur to block counts."""
+        return {
+            "elements": self.elements,
+            "blocks": self.blocks,
+            "zero_blocks": self.zero_blocks,
+            "relative_l2": self.relative_l2,
+            "sqnr_db": self.sqnr_db if math.isfinite(self.sqnr_db) else None,
+            "max_abs": self.max_abs,
+            "max_abs_error": self.max_abs_error,
+            "clipped": self.clipped,
+            "clipped_share": self.clipped_share,
+            "flushed": self.flushed,
+            "flushed_share": self.flushed_share,
+            "scale_histogram": {str(i): n for i, n in enumerate(self.scale_histogram) if n},
+        }
+
+
+def _add(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def _top(sums: Sequence[int]) -> int:
+    return max((byte for byte, value in enumerate(sums) if value), default=0)
+
+
+def _scaled(sums: Sequence[int], top: int) -> float:
+    """The sum in units of the squared scale of byte `top`, which keeps it far from overflow."""
+    terms = (
+        math.ldexp(value, 2 * (byte - top) - SUM_UNIT_BITS)
+        for byte, value in enumerate(sums)
+        if value
+    )
+    return math.fsum(terms)
+
+
+def _total(sums: Sequence[int]) -> float:
+    top = _top(sums)
+    try:
+        return math.ldexp(_scaled(sums, top), 2 * (top - E8M0_BIAS))
+    except OverflowError:
+        return math.inf
+
+
+def _ratio(error: Sequence[int], signal: Sequence[int]) -> float:
+    top = _top(signal)
+    below = _scaled(signal, top)
+    return _scaled(error, top) / below if below else 0.0

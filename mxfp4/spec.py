@@ -125,7 +125,17 @@ class CodecOptions:
     ties: TieRule = TieRule.EVEN
     zero_sign: ZeroSign = ZeroSign.UNDERFLOW
 
+    @classmethod
+    def named(cls, *, rule: str, ties: str, zero_sign: str) -> CodecOptions:
+        """Options from names or enums; `RecipeError` lists the choices when one is unknown."""
+        return cls(
+            _choice(ScaleRule, rule, "scale rule"),
+            _choice(TieRule, ties, "tie rule"),
+            _choice(ZeroSign, zero_sign, "zero sign"),
+        )
+
     def __post_init__(self) -> None:
+        """Turn names into enums."""
         object.__setattr__(self, "rule", _choice(ScaleRule, self.rule, "scale rule"))
         object.__setattr__(self, "ties", _choice(TieRule, self.ties, "tie rule"))
         object.__setattr__(self, "zero_sign", _choice(ZeroSign, self.zero_sign, "zero sign"))

@@ -40,6 +40,7 @@ class TensorStatistics:
     error: tuple[int, ...] = field(default=_NO_BYTES, repr=False)
 
     def __add__(self, other: TensorStatistics) -> TensorStatistics:
+        """Statistics of both parts together."""
         return TensorStatistics(
             elements=self.elements + other.elements,
             zero_blocks=self.zero_blocks + other.zero_blocks,

@@ -1,0 +1,79 @@
+"""Proof that an ignore list says what it should: both ways, under both ways of matching.
+
+Testing half a million names against every pattern is slow and not needed: for patterns of the
+plain form that we write, names that differ only in numbers no pattern mentions are the same name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from mxfp4.errors import RecipeError
+
+_PLAIN = re.compile(r"re:\.\*\\b(?:\w|-|\\[.-]|\\d\+|\(\?:\d+(?:\|\d+)*\)|(?<=\\\.)\.\*)+\$")
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+class Matcher:
+    """Compiled patterns: `re:` expressions and exact names."""
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        """Compile the patterns; a broken expression raises `re.error`."""
+        self.patterns = tuple(patterns)
+        self._exact = {item for item in self.patterns if not item.startswith("re:")}
+        self._expressions = [
+            (item, re.compile(item[3:])) for item in self.patterns if item.startswith("re:")
+        ]
+        plain = all(_PLAIN.fullmatch(item) for item, _ in self._expressions) and not self._exact
+        numbers = {found for item in self.patterns for found in re.findall(r"\d+", item)}
+        self.mentioned = frozenset(numbers) if plain else None
+        free = (str(number) for number in range(len(numbers) + 1))
+        self.placeholder = next(number for number in free if number not in numbers)
+
+    def hits(self, name: str) -> bool:
+        """Whether a pattern hits a name from its start."""
+        return name in self._exact or any(rule.match(name) for _, rule in self._expressions)
+
+    def disagreement(self, name: str) -> str | None:
+        """A pattern that hits a name under one way of matching only."""
+        for item, rule in self._expressions:
+            if bool(rule.match(name)) != bool(rule.fullmatch(name)):
+                return item
+        return None
+
+
+def canonical_names(names: Iterable[str], matcher: Matcher) -> Iterator[str]:
+    """Names without those that no pattern of the matcher can tell from another one given."""
+    if matcher.mentioned is None:
+        yield from names
+        return
+    mentioned, placeholder = matcher.mentioned, matcher.placeholder
+
+    def replace(found: re.Match[str]) -> str:
+        number = found.group()
+        return number if number in mentioned else placeholder
+
+    yield from dict.fromkeys(_INDEX.sub(replace, name) for name in names)
+
+
+def check_ignore(
+    patterns: Collection[str], quantized_modules: Iterable[str], kept_modules: Iterable[str]
+) -> None:
+    """Raise `RecipeError` if a kept module is not hit, a quantized one is, or the result depends
+    on whether an engine matches whole names."""
+    matcher = Matcher(patterns)
+    for wanted, modules in ((False, quantized_modules), (True, kept_modules)):
+        for name in canonical_names(modules, matcher):
+            split = matcher.disagreement(name)
+            if split is not None:
+                raise RecipeError(
+                    f"the ignore pattern {split!r} hits only the beginning of the name",
+                    tensor=name,
+                    hint="end the pattern with $ or .*",
+                )
+            if matcher.hits(name) is not wanted:
+                state = "left unquantized, but no ignore pattern hits it"
+                if not wanted:
+                    state = "stored packed, but an ignore pattern hits it"
+                raise RecipeError(f"the module is {state}", tensor=name)

@@ -1,0 +1,170 @@
+"""From names and shapes to roles: group tensors into families and layers, ask the rules once each.
+
+The result for a tensor depends on its family, its shape, its dtype, the scene of its layer and
+whether that layer is a prediction layer, and on nothing else; all tensors that agree in these
+share one verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mxfp4.converters.header import TensorInfo
+from mxfp4.converters.roles import keep_rules, linear_rules, moe_rules, words
+from mxfp4.converters.roles.facts import ModelFacts
+from mxfp4.converters.roles.names import Family
+from mxfp4.converters.roles.places import Place
+from mxfp4.converters.roles.survey import Survey, survey
+from mxfp4.converters.roles.types import Role, TensorRole
+from mxfp4.converters.roles.view import Verdict, View
+
+RULES: tuple[Callable[[View], Verdict | None], ...] = (
+    keep_rules.scale,
+    keep_rules.bias,
+    keep_rules.norm,
+    keep_rules.side_channel,
+    keep_rules.scorer,
+    keep_rules.table,
+    keep_rules.convolution,
+    moe_rules.router,
+    moe_rules.latent,
+    moe_rules.expert,
+    moe_rules.one_row,
+    moe_rules.shared_expert,
+    linear_rules.state,
+    linear_rules.mixer,
+    linear_rules.feed_forward,
+)
+"""Asked in this order; the first answer counts."""
+
+_PLACE_ROLES = {
+    Place.TOWER: Role.VISION,
+    Place.PROJECTOR: Role.VISION_PROJECTOR,
+    Place.SPEECH: Role.OTHER_LINEAR,
+    Place.MTP: Role.MTP,
+}
+
+
+def classify(
+    tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None
+) -> dict[str, TensorRole]:
+    """Role of every tensor, by name, in the order given. Pure: reads no data.
+
+    `config` is the parsed `config.json`; with None, widths and expert counts are measured on the
+    tensors, and prediction layers are found by their contents only.
+    """
+    found = survey(tensors, config)
+    verdicts: dict[tuple[int, int, bool], _Stamp] = {}
+    roles: dict[str, TensorRole] = {}
+    for name, kind, scene, indices in found.rows:
+        member = found.members[kind]
+        family = member.family
+        layer = indices[family.layer_slot] if family.layer_slot is not None else None
+        late = layer is not None and found.is_prediction_layer(family, layer, scene)
+        key = (kind, scene, late)
+        stamp = verdicts.get(key)
+        if stamp is None:
+            container = found.containers[family]
+            view = View(
+                family,
+                member.shape,
+                member.dtype,
+                found.scenes[scene],
+                found.facts,
+                container,
+                family.layer_at is not None and not late,
+            )
+            stamp = verdicts[key] = _Stamp(judge(view, found, late), family, container)
+        roles[name] = stamp.role(indices, layer)
+    return roles
+
+
+def judge(view: View, found: Survey, late: bool) -> Verdict:
+    """The verdict of the rules for one member, then of its place in the model."""
+    place, reason = found.place(view.family)
+    verdict = next((answer for rule in RULES if (answer := rule(view)) is not None), None)
+    if verdict is None:
+        verdict = _unknown(view)
+    if place is Place.TRUNK and late:
+        place, reason = Place.MTP, "its layer index lies beyond the trunk or holds prediction parts"
+    if place is Place.TRUNK:
+        return found.correct_axis(view, verdict)
+    role = _PLACE_ROLES[place]
+    if place is not Place.MTP and view.rank >= 3 and verdict.role is Role.EXPERT:
+        verdict = _unknown(view)
+    if verdict.role in (Role.EMBEDDING, Role.CONV) and view.leaf != "linear":
+        verdict = replace(verdict, axis=None)
+    return verdict.inside(role, f"in a {place.value} ({reason}): {verdict.evidence}")
+
+
+def _unknown(view: View) -> Verdict:
+    linear = view.rank >= 2 and view.family.parameter in ("", "weight")
+    if not linear or not view.dtype.startswith(("BF", "F16", "F32")):
+        return Verdict(Role.OTHER, "not a matrix of a projection")
+    axis = 1 if view.rank == 2 and view.family.parameter == "weight" else None
+    return Verdict(Role.OTHER_LINEAR, "no rule knows this name", axis, recognised=False)
+
+
+class _Stamp:
+    """A verdict ready to be stamped onto the tensors that share it."""
+
+    def __init__(self, verdict: Verdict, family: Family, container: int | None) -> None:
+        self.verdict = verdict
+        self.groups: dict[tuple[str, ...], str] = {}
+        self.template, self.index_count = "", 0
+        if verdict.group is not None:
+            keep, tag = verdict.group
+            start = 0 if family.layer_at is None else family.layer_at + 1
+            text = ".".join(family.text.split(".")[: start + keep])
+            self.template = text.replace("%", "%%").replace("#", "%s") + ":" + tag
+            self.index_count = text.count("#")
+        self.expert_slot = _expert_slot(family, container)
+        self.fixed_expert = _fixed_expert(family, container)
+
+    def role(self, indices: tuple[str, ...], layer: str | None) -> TensorRole:
+        """The public form for one tensor."""
+        verdict = self.verdict
+        group = None
+        if self.template:
+            chosen = indices[: self.index_count]
+            group = self.groups.get(chosen)
+            if group is None:
+                group = self.groups[chosen] = self.template % chosen
+        slot = self.expert_slot
+        expert = self.fixed_expert if slot is None else int(indices[slot])
+        return TensorRole(
+            verdict.role,
+            verdict.axis,
+            None if layer is None else int(layer),
+            expert,
+            group,
+            verdict.bank,
+            verdict.evidence,
+            verdict.recognised,
+            verdict.kind,
+            verdict.inner,
+        )
+
+
+def _expert_slot(family: Family, container: int | None) -> int | None:
+    if container is None:
+        return None
+    start = 0 if family.layer_at is None else family.layer_at + 1
+    for position in range(container, len(family.path)):
+        if family.path[position] == "#":
+            return family.segments[: start + position].count("#")
+    return None
+
+
+def _fixed_expert(family: Family, container: int | None) -> int | None:
+    if container is None:
+        return None
+    named = words.EXPERT_INDEX.fullmatch(family.path[container])
+    return int(named.group(1)) if named else None
+
+
+def facts_of(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> ModelFacts:
+    """The numbers that `classify` would work with."""
+    return survey(tensors, config).facts

@@ -1,0 +1,194 @@
+"""One pass over a checkpoint's names: families, layers, scenes and what they say together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mxfp4.converters.header import TensorInfo
+from mxfp4.converters.roles import words
+from mxfp4.converters.roles.facts import ModelFacts, complete_facts, read_facts
+from mxfp4.converters.roles.names import Family, parse_family, split_name
+from mxfp4.converters.roles.places import Place, place_of
+from mxfp4.converters.roles.scenes import Member, Scene, build_scene, find_container
+from mxfp4.converters.roles.view import Verdict, View
+
+_TOWER_SHARE = 0.25
+"""A stack is the text trunk if at least this share of its matrices has a side of its width."""
+
+_ROOT = ("", "")
+
+
+@dataclass(slots=True)
+class Survey:
+    """Everything the rules need to know beyond one tensor."""
+
+    facts: ModelFacts
+    members: list[Member]
+    scenes: list[Scene]
+    rows: list[tuple[str, int, int, tuple[str, ...]]]
+    containers: dict[Family, int | None]
+    towers: frozenset[str] = frozenset()
+    prediction_scenes: frozenset[int] = frozenset()
+    _places: dict[Family, tuple[Place, str]] = field(default_factory=dict)
+
+    def place(self, family: Family) -> tuple[Place, str]:
+        """Where a family stands; a stack of foreign width is a tower whatever its name."""
+        if family not in self._places:
+            place, reason = place_of(family)
+            if place is Place.TRUNK and family.layer_at is not None:
+                stack = ".".join(family.prefix)
+                if stack in self.towers:
+                    place, reason = Place.TOWER, f"'{stack}' has another width than the trunk"
+            self._places[family] = place, reason
+        return self._places[family]
+
+    def is_prediction_layer(self, family: Family, layer: str, scene: int) -> bool:
+        """Whether a layer of the trunk predicts further tokens: by index, or by what it holds."""
+        if scene in self.prediction_scenes:
+            return True
+        facts = self.facts
+        return (
+            0 < facts.layer_count <= int(layer)
+            and not facts.encoder_decoder
+            and self.place(family)[0] is Place.TRUNK
+        )
+
+    def correct_axis(self, view: View, verdict: Verdict) -> Verdict:
+        """A bias as long as the second axis alone says that the matrix is `[in, out]`."""
+        if view.rank != 2 or verdict.axis != 1 or verdict.bank is not None:
+            return verdict
+        if _input_major(view):
+            return replace(verdict, axis=0, evidence=f"{verdict.evidence}; stored [in, out]")
+        return verdict
+
+
+def _input_major(view: View) -> bool:
+    rows, columns = view.shape
+    if rows != columns:
+        lengths = view.scene.biases.get(view.path)
+        return lengths == (columns,)
+    for path, length in view.scene.biases.items():
+        shape = view.scene.weights.get(path)
+        if shape is None or len(shape) != 2 or shape[0] == shape[1]:
+            continue
+        if path[-1].startswith("c_") and view.leaf.startswith("c_"):
+            return length == (shape[1],)
+    return False
+
+
+def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> Survey:
+    """Parse every name once and intern families, members and scenes."""
+    families: dict[str, Family] = {}
+    member_ids: dict[tuple[str, tuple[int, ...], str], int] = {}
+    members: list[Member] = []
+    layers: dict[tuple[str, str], set[int]] = defaultdict(set)
+    parsed: list[tuple[str, int, tuple[str, str], tuple[str, ...]]] = []
+    seen_indices: dict[Family, list[set[str]]] = {}
+    for info in tensors:
+        text, indices = split_name(info.name)
+        family = families.get(text)
+        if family is None:
+            family = families[text] = parse_family(text)
+            seen_indices[family] = [set() for _ in indices]
+        key = (text, info.shape, info.dtype)
+        kind = member_ids.get(key)
+        if kind is None:
+            kind = member_ids[key] = len(members)
+            members.append(Member(family, info.shape, info.dtype))
+        for seen, index in zip(seen_indices[family], indices, strict=True):
+            seen.add(index)
+        slot = family.layer_slot
+        place = _ROOT if slot is None else (".".join(family.prefix), indices[slot])
+        layers[place].add(kind)
+        parsed.append((info.name, kind, place, indices))
+    return _assemble(config, members, layers, parsed, seen_indices)
+
+
+def _assemble(
+    config: Mapping[str, Any] | None,
+    members: list[Member],
+    layers: Mapping[tuple[str, str], set[int]],
+    parsed: list[tuple[str, int, tuple[str, str], tuple[str, ...]]],
+    seen_indices: Mapping[Family, list[set[str]]],
+) -> Survey:
+    stated = read_facts(config) if config is not None else None
+    containers = {
+        family: _container(family, seen, stated.expert_counts if stated else frozenset())
+        for family, seen in seen_indices.items()
+    }
+    facts = _measure(stated, members, containers, seen_indices)
+    scene_ids: dict[frozenset[int], int] = {}
+    scenes: list[Scene] = []
+    scene_of: dict[tuple[str, str], int] = {}
+    predictions: set[int] = set()
+    for place, kinds in layers.items():
+        frozen = frozenset(kinds)
+        if frozen not in scene_ids:
+            scene_ids[frozen] = len(scenes)
+            scenes.append(build_scene((members[kind] for kind in frozen), containers))
+            if place != _ROOT and scenes[-1].has_word(words.MTP_LEAVES):
+                predictions.add(len(scenes) - 1)
+        scene_of[place] = scene_ids[frozen]
+    rows = [(name, kind, scene_of[place], indices) for name, kind, place, indices in parsed]
+    found = Survey(
+        facts, members, scenes, rows, containers, prediction_scenes=frozenset(predictions)
+    )
+    found.towers = _foreign_stacks(members, facts)
+    return found
+
+
+def _container(family: Family, seen: list[set[str]], counts: frozenset[int]) -> int | None:
+    """Positions of indices that run over all experts count as containers, whatever their name."""
+    start = 0 if family.layer_at is None else family.layer_at + 1
+    counted = set()
+    for position, part in enumerate(family.path):
+        if part == "#":
+            slot = family.segments[: start + position].count("#")
+            if family.layer_at is not None and len(seen[slot]) in counts and len(seen[slot]) > 3:
+                counted.add(position)
+    return find_container(family.path, frozenset(counted))
+
+
+def _measure(
+    stated: ModelFacts | None,
+    members: list[Member],
+    containers: Mapping[Family, int | None],
+    seen_indices: Mapping[Family, list[set[str]]],
+) -> ModelFacts:
+    tables, norms, counts, banks = [], [], [], []
+    for member in members:
+        family, shape = member.family, member.shape
+        place = place_of(family)[0]
+        if place is not Place.TRUNK:
+            continue
+        if len(shape) == 2 and family.layer_at is None and words.EMBEDDING.fullmatch(family.leaf):
+            tables.append(shape)
+        if len(shape) == 1 and family.layer_at is not None and words.NORM.fullmatch(family.leaf):
+            norms.append(shape[0])
+        container = containers[family]
+        if container is not None and "#" in family.path[container:]:
+            counts.append(max(len(seen) for seen in seen_indices[family][1:] or [set()]))
+        elif container is not None and len(shape) == 3:
+            banks.append(shape[0])
+    return complete_facts(stated, tables, norms, counts, banks)
+
+
+def _foreign_stacks(members: list[Member], facts: ModelFacts) -> frozenset[str]:
+    total: dict[str, int] = defaultdict(int)
+    fitting: dict[str, int] = defaultdict(int)
+    widths = set(facts.expert_widths) | {facts.hidden_size}
+    for member in members:
+        family = member.family
+        if family.layer_at is None or len(member.shape) not in (2, 3):
+            continue
+        if member.dtype not in ("BF16", "F16", "F32"):
+            continue
+        stack = ".".join(family.prefix)
+        total[stack] += 1
+        fitting[stack] += any(side in widths for side in member.shape)
+    if not facts.hidden_size:
+        return frozenset()
+    return frozenset(s for s, count in total.items() if fitting[s] < _TOWER_SHARE * count)

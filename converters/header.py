@@ -7,6 +7,7 @@ reference silently keeps the last one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mxfp4.errors import CorruptCheckpointError
 
@@ -54,13 +55,8 @@ class TensorInfo:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the data; raises `CorruptCheckpointError` if they are not whole."""
-        bits = self.element_count * DTYPE_BITS[self.dtype]
-        if bits % 8:
-            raise CorruptCheckpointError(
-                f"{self.dtype} {list(self.shape)} does not fill whole bytes", tensor=self.name
-            )
-        return bits // 8
+        """Bytes of the data, which a checked header makes whole."""
+        return self.element_count * DTYPE_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +69,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: its metadata, its tensors in file order, and the size the file must have."""
+    """A checked header: its metadata, its tensors in file order, and the SHA-256 of its JSON."""
 
     metadata: Mapping[str, str]
     tensors: tuple[StoredTensor, ...]
     file_size: int
-    raw: bytes
+    sha256: str
 
 
 def read_header(path: Path) -> Header:
@@ -94,9 +90,7 @@ def read_header(path: Path) -> Header:
             raise _corrupt(path, f"{size} bytes are too few for a safetensors file")
         (length,) = _LENGTH.unpack_from(head)
         if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
-            raise _corrupt(
-                path, f"the header claims {length:,} bytes, the whole file has {size:,}"
-            )
+            raise _corrupt(path, f"the header claims {length:,} bytes, the whole file has {size:,}")
         while len(head) < _LENGTH.size + length:
             more = os.pread(file.fileno(), _LENGTH.size + length - len(head), len(head))
             if not more:
@@ -142,7 +136,7 @@ def parse_header(raw: bytes, file_size: int, path: Path) -> Header:
         raise _corrupt(
             path, f"the file is {kind}: the header covers {position:,} bytes, it has {file_size:,}"
         )
-    return Header(metadata, tuple(tensors), file_size, raw)
+    return Header(metadata, tuple(tensors), file_size, hashlib.sha256(raw).hexdigest())
 
 
 def build_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
@@ -194,6 +188,8 @@ def _parse_entry(name: str, value: object, base: int, path: Path) -> StoredTenso
             hint="known dtypes: " + ", ".join(sorted(DTYPE_BITS)),
         )
     info = TensorInfo(name, dtype, tuple(shape))
+    if info.element_count * DTYPE_BITS[dtype] % 8:
+        raise _corrupt(path, f"{dtype} {list(shape)} does not fill whole bytes", tensor=name)
     if info.byte_count != offsets[1] - offsets[0]:
         raise _corrupt(
             path,
@@ -204,7 +200,7 @@ def _parse_entry(name: str, value: object, base: int, path: Path) -> StoredTenso
     return StoredTensor(info, base + offsets[0])
 
 
-def _is_counts(value: Any) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

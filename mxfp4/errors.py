@@ -21,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "OutputError",
     "OutputExistsError",
+    "OutputNotWritableError",
     "RecipeError",
     "ResumeError",
     "ShapeError",
@@ -37,9 +38,7 @@ class Mxfp4Error(Exception):
     place where they are known.
     """
 
-    def __init__(
-        self, message: str, *, hint: str = "", file: str = "", tensor: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, hint: str = "", file: str = "", tensor: str = "") -> None:
         self.message = message
         self.hint = hint
         self.file = file
@@ -71,7 +70,7 @@ class DtypeError(Mxfp4Error, TypeError):
 
 
 class NonFiniteError(Mxfp4Error, ValueError):
-    """NaN or infinity in values to quantize; `index` is the first one, `count` how many if known."""
+    """NaN or infinity in values to quantize; `index` is the first, `count` how many if known."""
 
     def __init__(
         self,
@@ -129,6 +128,10 @@ class OutputError(Mxfp4Error):
 
 class OutputExistsError(OutputError, FileExistsError):
     """The output folder already holds something that would be overwritten."""
+
+
+class OutputNotWritableError(OutputError, PermissionError):
+    """The output folder cannot be created or written."""
 
 
 class ResumeError(OutputError, RuntimeError):

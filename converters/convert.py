@@ -1,0 +1,250 @@
+"""`convert`: from a checkpoint folder to an MXFP4 checkpoint folder, resumable at every moment.
+
+Plan from headers, lock the output, run one unit of work per output shard, then write config,
+companion files, manifest and report, and the index last: until it exists, nobody can mistake the
+folder for a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxfp4.converters.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from mxfp4.converters.executors import EXECUTORS, choose
+from mxfp4.converters.nonfinite import find_nonfinite
+from mxfp4.converters.plan import OutputOptions, OutputShard, Plan
+from mxfp4.converters.planning import make_plan, require_convertible
+from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
+from mxfp4.converters.recipe import Recipe
+from mxfp4.converters.report import MANIFEST_NAME, REPORT_NAME, manifest, markdown
+from mxfp4.converters.state import OutputFolder, ShardRecord
+from mxfp4.converters.work import Quantizer, Work
+from mxfp4.errors import NoSpaceError, OutputError
+from mxfp4.kernels.rows import encode_rows
+from mxfp4.spec import CodecOptions
+
+_SPARE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a conversion runs; none of these changes a byte of the result."""
+
+    workers: int | None = None
+    slab_bytes: int = DEFAULT_SLAB_BYTES
+    overwrite: bool = False
+    allow_missing_config: bool = False
+    keep_nonfinite: bool = False
+    """Leave tensors with NaN or infinity in their source dtype, instead of an error."""
+    keep_odd_shapes: bool = False
+    """Leave tensors whose contraction axis is no multiple of 32 alone, instead of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Callbacks of a running conversion; called from worker threads."""
+
+    on_plan: Callable[[Plan, int, int], None] = lambda plan, total_bytes, done_bytes: None
+    """Source bytes to read in all, and how many of them an earlier run did."""
+    on_bytes: Callable[[int], None] = lambda count: None
+    on_shard: Callable[[ShardRecord], None] = lambda record: None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a finished conversion did."""
+
+    plan: Plan
+    output: Path
+    records: tuple[ShardRecord, ...]
+    converted_shards: int
+    """Shards written by this run; the others were finished before."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest, with how much of it this run did."""
+        return {
+            **manifest(self.plan, self.records),
+            "output": str(self.output),
+            "shards_converted_now": self.converted_shards,
+            "shards_finished_before": len(self.records) - self.converted_shards,
+        }
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    recipe: Recipe | None = None,
+    options: OutputOptions | None = None,
+    run: RunOptions | None = None,
+    *,
+    quantizer: Quantizer | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint folder; the same call continues an interrupted one.
+
+    `quantizer` replaces the codec that the recipe's scale rule names. Setting `stop` ends the run
+    at the next slab with `InterruptedConversionError`. Raises an `Mxfp4Error` for every reason
+    not to go on; the output folder then holds finished shards or nothing, never a half one.
+    """
+    recipe, run, progress = recipe or Recipe(), run or RunOptions(), progress or Progress()
+    output = Path(output)
+    plan = plan_conversion(source, recipe, options, run)
+    require_apart(plan.checkpoint.folder, output)
+    require_convertible(plan, allow_blocked=run.keep_odd_shapes)
+    with OutputFolder(output) as folder:
+        folder.adopt(plan, owned_files(plan), overwrite=run.overwrite)
+        records = {
+            shard.name: record
+            for shard in plan.shards
+            if (record := folder.finished(plan.id, shard.name)) is not None
+        }
+        todo = [shard for shard in plan.shards if shard.name not in records]
+        _require_space(folder, plan, todo)
+        total = sum(map(_source_bytes, plan.shards))
+        progress.on_plan(plan, total, total - sum(map(_source_bytes, todo)))
+        work = Work(
+            plan,
+            folder,
+            quantizer or default_quantizer(recipe),
+            slab_bytes=run.slab_bytes,
+            drop_cache=_exceeds_memory(plan.checkpoint),
+            on_bytes=progress.on_bytes,
+            stop=stop or threading.Event(),
+        )
+        executor, workers = choose(run.workers, len(todo))
+        for record in EXECUTORS[executor](todo, work, workers):
+            records[record.shard] = record
+            progress.on_shard(record)
+        ordered = tuple(records[shard.name] for shard in plan.shards)
+        finish(folder, plan, ordered)
+    return ConversionReport(plan, output, ordered, len(todo))
+
+
+def plan_conversion(
+    source: str | Path,
+    recipe: Recipe | None = None,
+    options: OutputOptions | None = None,
+    run: RunOptions | None = None,
+) -> Plan:
+    """The plan that `convert` would follow; reads headers only, unless `run.keep_nonfinite`.
+
+    With `keep_nonfinite` the tensors to quantize are read once, so that the decision to keep one
+    is part of the plan.
+    """
+    run = run or RunOptions()
+    checkpoint = open_checkpoint(source, allow_missing_config=run.allow_missing_config)
+    plan = make_plan(checkpoint, recipe, options)
+    if run.keep_nonfinite:
+        found = find_nonfinite(plan, run.slab_bytes)
+        if found:
+            plan = make_plan(checkpoint, recipe, options, keep=found)
+    return plan
+
+
+def default_quantizer(recipe: Recipe) -> Quantizer:
+    """The codec for a recipe's scale and tie rules, with statistics."""
+    options = CodecOptions(rule=recipe.rule, ties=recipe.ties)
+    return functools.partial(encode_rows, options=options, statistics=True)
+
+
+def require_apart(source: Path, output: Path) -> None:
+    """Refuse an output folder that is the source or lies inside it, also through symlinks."""
+    real_source, real_output = source.resolve(), output.resolve()
+    if real_output == real_source or real_source in real_output.parents:
+        where = "is the source folder" if real_output == real_source else "lies inside the source"
+        raise OutputError(
+            f"the output folder {where}",
+            file=str(output),
+            hint="choose a folder outside the source; the source is never written to",
+        )
+
+
+def owned_files(plan: Plan) -> list[str]:
+    """Every file that a conversion writes, relative to the output folder."""
+    names = [shard.name for shard in plan.shards]
+    names += [INDEX_NAME, MANIFEST_NAME, REPORT_NAME, *plan.checkpoint.companions]
+    return names if plan.checkpoint.config is None else [*names, CONFIG_NAME]
+
+
+def output_config(plan: Plan) -> dict[str, Any]:
+    """The source's config with the quantization config added; all else unchanged."""
+    config = copy.deepcopy(dict(plan.checkpoint.config or {}))
+    config["quantization_config"] = plan.format.quantization_config(plan.ignore)
+    return config
+
+
+def output_index(plan: Plan) -> dict[str, Any]:
+    """The index: bytes of all tensors, and the shard of each."""
+    weight_map = {info.name: shard for shard, info in plan.output_tensors()}
+    total = sum(shard.byte_count for shard in plan.shards)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def finish(folder: OutputFolder, plan: Plan, records: tuple[ShardRecord, ...]) -> None:
+    """Write everything that is not a shard; the index last."""
+    for name in plan.checkpoint.companions:
+        _copy_companion(folder, plan.checkpoint.folder / name, name)
+    if plan.checkpoint.config is not None:
+        folder.write_file(CONFIG_NAME, _pretty(output_config(plan)))
+    description = manifest(plan, records)
+    folder.write_file(MANIFEST_NAME, _pretty(description))
+    folder.write_file(REPORT_NAME, markdown(plan, records).encode())
+    folder.write_file(INDEX_NAME, _pretty(output_index(plan)))
+
+
+def _copy_companion(folder: OutputFolder, source: Path, name: str) -> None:
+    target, temporary = folder.path / name, folder.temporary(name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _require_space(folder: OutputFolder, plan: Plan, todo: list[OutputShard]) -> None:
+    if not todo:
+        return
+    companions = sum(
+        (plan.checkpoint.folder / name).stat().st_size for name in plan.checkpoint.companions
+    )
+    needed = sum(shard.byte_count for shard in todo) + companions + _SPARE_BYTES
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise NoSpaceError(
+            f"the output needs {needed:,} more bytes, the disk has {free:,} free",
+            file=str(folder.path),
+            hint="free some space or choose another disk; finished shards are kept",
+        )
+
+
+def _source_bytes(shard: OutputShard) -> int:
+    """Source bytes that a unit reads."""
+    total = 0
+    for task in shard.tasks:
+        info = task.stored.info
+        if task.view is None:
+            total += info.byte_count
+        else:
+            item = info.byte_count // info.element_count if info.element_count else 0
+            total += task.view.row_count * task.view.column_count * item
+    return total
+
+
+def _exceeds_memory(checkpoint: Checkpoint) -> bool:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return checkpoint.byte_count > memory // 2
+
+
+def _pretty(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,191 @@
+"""`mxfp4 convert`: the main command."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mxfp4.cli.options import build_options, build_recipe, output_flags, parse_size, recipe_flags
+from mxfp4.cli.plan import plan_json, show_plan
+from mxfp4.cli.render import EventLog, Meter, Terminated, emit_json, reported, size, speaker
+
+if TYPE_CHECKING:
+    from mxfp4.converters.convert import ConversionReport, Progress
+    from mxfp4.converters.plan import Plan
+    from mxfp4.converters.state import ShardRecord
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@recipe_flags
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace an earlier output of this tool; other files are never touched.",
+)
+@click.option(
+    "--on-nonfinite",
+    type=click.Choice(["error", "keep"]),
+    default="error",
+    show_default=True,
+    help="What to do with a tensor that holds NaN or infinity.",
+)
+@click.option(
+    "--on-odd-shape",
+    type=click.Choice(["error", "keep"]),
+    default="error",
+    show_default=True,
+    help="What to do with a tensor whose contraction axis is no multiple of 32.",
+)
+@click.option(
+    "--workers", type=click.IntRange(1), help="Shards at a time.  [default: one per core]"
+)
+@click.option(
+    "--slab-size",
+    callback=parse_size,
+    default="4MiB",
+    show_default=True,
+    help="Source bytes a worker holds at a time.",
+)
+@click.option(
+    "--log-json", type=click.Path(dir_okay=False), help="Append events to this file as JSON lines."
+)
+@output_flags
+def convert(
+    source: Path,
+    output: Path,
+    recipe_file: Path | None,
+    level: str | None,
+    keep: tuple[str, ...],
+    quantize: tuple[str, ...],
+    force_role: tuple[str, ...],
+    rule: str | None,
+    format_name: str,
+    max_shard_size: int,
+    layout: str,
+    allow_missing_config: bool,
+    dry_run: bool,
+    overwrite: bool,
+    on_nonfinite: str,
+    on_odd_shape: str,
+    workers: int | None,
+    slab_size: int,
+    log_json: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: int,
+    debug: bool,
+) -> None:
+    """Convert the checkpoint folder SOURCE to MXFP4 in OUTPUT.
+
+    The same command continues an interrupted run. OUTPUT is complete once its index exists.
+    """
+    with reported(as_json, debug), _termination_unwinds():
+        from mxfp4.converters import convert as engine
+
+        recipe = build_recipe(recipe_file, level, keep, quantize, force_role, rule)
+        options = build_options(format_name, max_shard_size, layout)
+        run = engine.RunOptions(
+            workers=workers,
+            slab_bytes=slab_size,
+            overwrite=overwrite,
+            allow_missing_config=allow_missing_config,
+            keep_nonfinite=on_nonfinite == "keep",
+            keep_odd_shapes=on_odd_shape == "keep",
+        )
+        if dry_run:
+            _dry_run(engine.plan_conversion(source, recipe, options, run), as_json, quiet)
+            return
+        log = EventLog(log_json)
+        meter = Meter("convert", quiet=quiet or as_json)
+        log("start", source=str(source), output=str(output))
+        try:
+            report = engine.convert(
+                source,
+                output,
+                recipe,
+                options,
+                run,
+                progress=_progress(meter, log, silent=quiet or as_json, verbose=verbose),
+            )
+        except BaseException as error:
+            log("error", type=type(error).__name__, message=str(error))
+            raise
+        finally:
+            meter.close()
+        log("end", shards=len(report.records), converted=report.converted_shards)
+        log.close()
+        if as_json:
+            emit_json(report.to_json())
+        elif not quiet:
+            _show_result(report, source)
+
+
+def _dry_run(made: Plan, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        emit_json(plan_json(made, []))
+    elif not quiet:
+        show_plan(made)
+
+
+def _progress(meter: Meter, log: EventLog, *, silent: bool, verbose: int) -> Progress:
+    from mxfp4.converters.convert import Progress
+
+    say = speaker(silent, False)
+
+    def on_plan(made: Plan, total: int, done: int) -> None:
+        if not silent:
+            show_plan(made)
+            click.echo("")
+        log("plan", plan=made.id, **made.totals)
+        for warning in made.warnings:
+            log("warning", message=warning)
+        meter.start(total, done)
+
+    def on_shard(record: ShardRecord) -> None:
+        facts: dict[str, Any] = {"shard": record.shard, "bytes": record.byte_count}
+        log("shard_done", **facts, sha256=record.sha256)
+        if verbose:
+            say(f"{record.shard}: {size(record.byte_count)}, sha256 {record.sha256}")
+
+    return Progress(on_plan, meter.advance, on_shard)
+
+
+def _show_result(report: ConversionReport, source: Path) -> None:
+    from mxfp4.converters.report import REPORT_NAME, overall_error
+
+    before = len(report.records) - report.converted_shards
+    earlier = f", {before} of them finished before" if before else ""
+    click.echo(
+        f"done     {report.output}: {len(report.records)} shard(s){earlier}, "
+        f"{size(report.plan.totals['bytes_after'])}"
+    )
+    if error := overall_error(report.records):
+        click.echo(
+            f"error    relative L2 {error['relative_l2']:.4f}, "
+            f"clipped {error['clipped_share']:.3%}, flushed {error['flushed_share']:.3%}"
+        )
+    click.echo(f"report   {report.output / REPORT_NAME}")
+    click.echo(f"next     mxfp4 verify {report.output} --source {source}")
+
+
+@contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C, so that half-written files are removed."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

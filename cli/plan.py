@@ -1,0 +1,229 @@
+"""`mxfp4 plan`: what a conversion would do, from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mxfp4.cli.options import build_options, build_recipe, output_flags, recipe_flags
+from mxfp4.cli.render import emit_json, reported, size, table
+
+if TYPE_CHECKING:
+    from mxfp4.converters.parallel import ParallelRow
+    from mxfp4.converters.plan import Plan, PlannedTensor
+
+_KEPT_ROWS = 40
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--tensors", is_flag=True, help="List every tensor with its decision.")
+@click.option(
+    "--tp",
+    metavar="SIZES",
+    help="Check tensor-parallel sizes against engine kernels, such as 1,2,4,8.",
+)
+@recipe_flags
+@output_flags
+def plan(
+    source: Path,
+    tensors: bool,
+    tp: str | None,
+    recipe_file: Path | None,
+    level: str | None,
+    keep: tuple[str, ...],
+    quantize: tuple[str, ...],
+    force_role: tuple[str, ...],
+    rule: str | None,
+    format_name: str,
+    max_shard_size: int,
+    layout: str,
+    allow_missing_config: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: int,
+    debug: bool,
+) -> None:
+    """Show what converting SOURCE would do, without writing anything."""
+    with reported(as_json, debug):
+        from mxfp4.converters.convert import RunOptions, plan_conversion
+
+        made = plan_conversion(
+            source,
+            build_recipe(recipe_file, level, keep, quantize, force_role, rule),
+            build_options(format_name, max_shard_size, layout),
+            RunOptions(allow_missing_config=allow_missing_config),
+        )
+        sizes = _parallel_sizes(tp)
+        if as_json:
+            emit_json(plan_json(made, sizes))
+        elif not quiet:
+            show_plan(made)
+            click.echo("\n" + _kept_table(made))
+            if tensors or verbose > 1:
+                click.echo("\n" + _tensor_table(made))
+            if sizes:
+                click.echo("\n" + _parallel_table(made, sizes))
+            if not made.blocked:
+                click.echo(f"\nnext     mxfp4 convert {source} OUT")
+
+
+def plan_json(made: Plan, parallel_sizes: list[int]) -> dict[str, Any]:
+    """The plan as the JSON document of `mxfp4 plan --json`."""
+    from mxfp4.converters.report import not_as_asked, role_table
+
+    config = made.checkpoint.config or {}
+    document: dict[str, Any] = {
+        "model_type": config.get("model_type"),
+        "level": str(made.level),
+        "format": made.options.format,
+        "rule": str(made.recipe.rule),
+        "totals": {**made.totals, "peak_memory_per_worker": peak_memory()},
+        "roles": role_table(made.tensors),
+        "ignore": list(made.ignore),
+        "warnings": list(made.warnings),
+        "blocked": not_as_asked(made),
+        "tensors": [_tensor_json(tensor) for tensor in made.tensors],
+    }
+    if parallel_sizes:
+        document["tensor_parallel"] = [row.to_json() for row in _parallel(made, parallel_sizes)]
+    return document
+
+
+def peak_memory() -> int:
+    """Bytes that one worker adds at most to the process: source slab, its codes, two spools."""
+    from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
+    from mxfp4.converters.work import SPOOL_BYTES
+
+    return 2 * DEFAULT_SLAB_BYTES + 2 * SPOOL_BYTES
+
+
+def show_plan(made: Plan) -> None:
+    """The summary that `plan` and `convert` both print."""
+    config = made.checkpoint.config or {}
+    totals = made.totals
+    kind = config.get("model_type") or "unknown model type"
+    click.echo(
+        f"{made.checkpoint.folder.name}  {kind}, level {made.level}, rule {made.recipe.rule}"
+        f"  ({totals['source_shards']:,} shards, {totals['tensors']:,} tensors)\n"
+    )
+    click.echo(_totals_table(made))
+    click.echo(
+        f"\noutput   {totals['output_shards']:,} shard(s), {made.options.format}, "
+        f"{size(totals['bytes_after'])} of disk"
+    )
+    click.echo(f"memory   at most {size(peak_memory())} per worker beyond the interpreter")
+    for warning in made.warnings:
+        click.echo(f"note     {warning}")
+    for tensor in made.blocked[:5]:
+        click.echo(f"blocked  {tensor.info.name}: {tensor.decision.reason}")
+    if made.blocked:
+        click.echo(
+            f"         convert refuses {len(made.blocked)} such tensor(s); leave them in their "
+            "source dtype with --keep PATTERN or --on-odd-shape keep"
+        )
+
+
+def _totals_table(made: Plan) -> str:
+    """Bytes before and after per role; quantized roles first."""
+    from mxfp4.converters.decide import Action
+    from mxfp4.converters.planning import tasks_of
+
+    rows: dict[tuple[bool, str], list[int]] = {}
+    for tensor in made.tensors:
+        quantized = tensor.decision.action is Action.QUANTIZE
+        row = rows.setdefault((not quantized, str(tensor.decision.role.role)), [0, 0, 0])
+        before = tensor.info.byte_count
+        after = (
+            sum(i.byte_count for task in tasks_of(tensor) for i in task.outputs(made.format))
+            if quantized
+            else before
+        )
+        for position, value in enumerate((1, before, after)):
+            row[position] += value
+    lines = [["", "tensors", "before", "after", "ratio"]]
+    for (kept, role), row in sorted(rows.items(), key=lambda item: (item[0][0], -item[1][1])):
+        lines.append(_totals_row(f"{role}{'  (kept)' if kept else ' -> mxfp4'}", row))
+    total = [sum(row[position] for row in rows.values()) for position in range(3)]
+    return table([*lines, _totals_row("total", total)])
+
+
+def _totals_row(label: str, row: list[int]) -> list[str]:
+    count, before, after = row
+    ratio = f"{after / before:.3f}" if before else "-"
+    return [f"  {label}", f"{count:,}", size(before), size(after), ratio]
+
+
+def _kept_table(made: Plan) -> str:
+    """Everything that is kept and why, unrecognised names first."""
+    from mxfp4.converters.report import kept_groups
+
+    groups = kept_groups(made.tensors)
+    rows = [["kept", "tensors", "first of them", "because"]]
+    for group in groups[:_KEPT_ROWS]:
+        role = group["role"] if group["recognised"] else f"{group['role']} (unrecognised)"
+        rows.append([role, f"{group['tensors']:,}", group["first"], group["reason"]])
+    text = table(rows, left=(0, 2, 3))
+    more = len(groups) - _KEPT_ROWS
+    return f"{text}\nand {more} more; --tensors lists every tensor" if more > 0 else text
+
+
+def _tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
+    decision, info = tensor.decision, tensor.info
+    return {
+        "name": info.name,
+        "shape": list(info.shape),
+        "dtype": info.dtype,
+        "role": str(decision.role.role),
+        "action": str(decision.action),
+        "axis": decision.role.axis,
+        "reason": decision.reason,
+    }
+
+
+def _tensor_table(made: Plan) -> str:
+    rows = [["tensor", "dtype", "shape", "role", "action", "axis", "reason"]]
+    for tensor in made.tensors:
+        row = _tensor_json(tensor)
+        axis = "" if row["axis"] is None else str(row["axis"])
+        shape = "x".join(map(str, row["shape"]))
+        rows.append(
+            [row["name"], row["dtype"], shape, row["role"], row["action"], axis, row["reason"]]
+        )
+    return table(rows, left=(0, 1, 2, 3, 4, 6))
+
+
+def _parallel_sizes(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise click.UsageError(f"--tp wants sizes such as 1,2,4,8, not {text!r}")
+    return sizes
+
+
+def _parallel(made: Plan, sizes: list[int]) -> list[ParallelRow]:
+    from mxfp4.converters.parallel import parallel_advice
+
+    infos = [tensor.info for tensor in made.quantized]
+    return parallel_advice(infos, {t.info.name: t.decision for t in made.quantized}, sizes)
+
+
+def _parallel_table(made: Plan, sizes: list[int]) -> str:
+    """One line per kind of weight and size: what every kernel family does with a rank's part."""
+    found = _parallel(made, sizes)
+    if not found:
+        return "tensor parallel: nothing is quantized"
+    families = list(found[0].fits)
+    rows = [["tensor parallel", "tp", "split", "N", "K", *families]]
+    for row in found:
+        n, k = ("cut" if part is None else f"{part:,}" for part in (row.n, row.k))
+        label = f"{row.module} ({row.count:,})"
+        fits = [str(row.fits[family]) for family in families]
+        rows.append([label, str(row.degree), str(row.split), n, k, *fits])
+    return table(rows)

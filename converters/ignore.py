@@ -8,15 +8,14 @@ under `re.match` and `re.fullmatch`. Numbers become `\\d+` wherever that stays e
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mxfp4.converters.decide import Action, Decision
-from mxfp4.converters.ignore_check import Matcher, canonical_names, check_ignore
+from mxfp4.converters.ignore_check import Matcher, NameSet, check_ignore
 from mxfp4.converters.patterns import module_name
 from mxfp4.converters.roles import ExpertBank, Role, TensorRole
-from mxfp4.converters.roles.names import parse_family, split_name
+from mxfp4.converters.roles.names import parse_family, spell, split_name
 from mxfp4.converters.roles.places import place_of
 
 __all__ = ["check_ignore", "expert_modules", "ignore_patterns", "modules_by_action"]
@@ -33,18 +32,15 @@ FUSED_MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """What engines call a fusion of neighbours. Both spellings are listed, whichever the file has."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Names:
-    """Module names by family: index tuples of the kept and of the quantized ones.
+    """Both sides. `packed_forms` are the families of quantized modules and the names that engines
+    give to their fusions; `kept_trunk` are kept families outside prediction blocks."""
 
-    `packed_forms` are the families of quantized modules and the names that engines give to their
-    fusions; `kept_trunk` are kept families outside prediction blocks.
-    """
-
-    kept: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
-    packed: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
-    kept_trunk: set[str] = field(default_factory=set)
-    packed_forms: set[str] = field(default_factory=set)
+    kept: NameSet
+    packed: NameSet
+    kept_trunk: frozenset[str]
+    packed_forms: frozenset[str]
 
 
 def modules_by_action(
@@ -81,31 +77,21 @@ def ignore_patterns(quantized_modules: Iterable[str], kept: Mapping[str, TensorR
 
     Raises `RecipeError` if the two sides cannot be told apart.
     """
-    quantized = list(quantized_modules)
-    names = _Names()
-    for module in quantized:
-        text, indices = split_name(module)
-        names.packed[text].add(indices)
-    for module, role in kept.items():
-        text, indices = split_name(module)
-        names.kept[text].add(indices)
-        if role.role is not Role.MTP:
-            names.kept_trunk.add(text)
-    names.packed_forms = set(names.packed) | _aliases(names.packed)
-    bodies: list[str] = []
-    bodies += _prediction_bodies(kept, quantized)
-    bodies += _subtree_bodies(kept)
+    packed = NameSet(quantized_modules)
+    trunk = NameSet(name for name, role in kept.items() if role.role is not Role.MTP)
+    forms = frozenset(packed.families) | _aliases(packed.families)
+    names = _Names(NameSet(kept), packed, frozenset(trunk.families), forms)
+    bodies = _prediction_bodies(kept) + _subtree_bodies(kept)
     chosen = [body for body in dict.fromkeys(bodies) if _clean(body, names)]
     covered = Matcher([_pattern(body) for body in chosen])
-    for text, members in sorted(names.kept.items()):
-        if all(covered.hits(name) for name in canonical_names(_spell(text, members), covered)):
-            continue
-        chosen += _family_bodies(text, members, names)
+    for text in sorted(names.kept.families):
+        if not all(covered.hits(name) for name in names.kept.representatives(covered, text)):
+            chosen += _family_bodies(text, names)
     for text in sorted(_aliases(names.kept_trunk) | _bank_aliases(kept)):
-        if text not in names.packed and (found := _shortest(text, names)) is not None:
+        if text not in packed.families and (found := _shortest(text, names)) is not None:
             chosen.append(found)
     patterns = _without_redundant([_pattern(body) for body in dict.fromkeys(chosen)], names)
-    check_ignore(patterns, quantized, kept)
+    check_ignore(patterns, packed, names.kept)
     return patterns
 
 
@@ -113,24 +99,14 @@ def _pattern(body: str) -> str:
     return rf"re:.*\b{body}$"
 
 
-def _spell(text: str, indices: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    template = text.replace("%", "%%").replace("#", "%s")
-    for numbers in indices:
-        yield template % numbers
-
-
 def _body(segments: Iterable[str]) -> str:
-    return r"\.".join(r"\d+" if part == "#" else re.escape(part) for part in segments)
+    return r"\.".join(_literal(part) for part in segments)
 
 
 def _clean(body: str, names: _Names) -> bool:
     """Whether a body hits no quantized module."""
     matcher = Matcher([_pattern(body)])
-    return not any(
-        matcher.hits(name)
-        for text, indices in names.packed.items()
-        for name in canonical_names(_spell(text, indices), matcher)
-    )
+    return not any(matcher.hits(name) for name in names.packed.representatives(matcher))
 
 
 def _shortest(text: str, names: _Names) -> str | None:
@@ -152,37 +128,29 @@ def _generic_clean(body: str, names: _Names) -> bool:
     return not any(matcher.hits(text.replace("#", "0")) for text in names.packed_forms)
 
 
-def _family_bodies(text: str, indices: set[tuple[str, ...]], names: _Names) -> list[str]:
-    """One body for the whole family, or one that spells out its first differing index."""
-    found = _shortest(text, names) if text not in names.packed else None
+def _family_bodies(text: str, names: _Names) -> list[str]:
+    """One body for the whole family, or one that spells out the numbers that tell it apart."""
+    packed = names.packed.families.get(text, set())
+    found = None if packed else _shortest(text, names)
     if found is not None:
         return [found]
-    return _spelled_out(text, indices, names)
-
-
-def _spelled_out(text: str, indices: set[tuple[str, ...]], names: _Names) -> list[str]:
-    """Bodies with the kept numbers of one slot written out, or of several if they must be."""
-    packed = names.packed.get(text, set())
+    members = names.kept.families[text]
     segments = text.split(".")
-    slots = [position for position, part in enumerate(segments) if part == "#"]
-    for number in range(len(slots)):
-        mine = {numbers[number] for numbers in indices}
-        if mine.isdisjoint(numbers[number] for numbers in packed):
-            parts = [r"\d+" if part == "#" else re.escape(part) for part in segments]
-            parts[slots[number]] = _choice(mine)
-            for start in range(max(slots[number] - 1, 0), -1, -1):
-                body = r"\.".join(parts[start:])
-                if segments[start] != "#" and _clean(body, names):
-                    return [body]
-            return [r"\.".join(parts)]
-    bodies = []
-    by_first: dict[str, set[tuple[str, ...]]] = defaultdict(set)
-    for numbers in indices:
-        by_first[numbers[0] if numbers else ""].add(numbers)
-    for group in by_first.values():
-        for name in sorted(_spell(text, group)):
-            bodies.append(re.escape(name).replace(r"\-", "-"))
-    return bodies
+    slots = [position for position, part in enumerate(segments) if "#" in part]
+    for number, slot in enumerate(slots):
+        mine = {indices[number] for indices in members}
+        if mine.isdisjoint(indices[number] for indices in packed):
+            parts = [_literal(part) for part in segments]
+            parts[slot] = _literal(segments[slot], _choice(mine))
+            starts = [at for at in range(slot) if segments[at] != "#"]
+            tails = [r"\.".join(parts[at:]) for at in reversed(starts)]
+            return [next((body for body in tails if _clean(body, names)), tails[-1])]
+    return [_literal(name) for name in sorted(spell(text, members))]
+
+
+def _literal(name: str, numbers: str = r"\d+") -> str:
+    """A name as a regular expression, `#` standing for numbers."""
+    return re.escape(name).replace(r"\-", "-").replace(r"\#", numbers)
 
 
 def _choice(numbers: Iterable[str]) -> str:
@@ -190,7 +158,7 @@ def _choice(numbers: Iterable[str]) -> str:
     return ordered[0] if len(ordered) == 1 else "(?:" + "|".join(ordered) + ")"
 
 
-def _prediction_bodies(kept: Mapping[str, TensorRole], quantized: Iterable[str]) -> list[str]:
+def _prediction_bodies(kept: Mapping[str, TensorRole]) -> list[str]:
     """Prediction blocks under all names in use: `mtp.*` and a layer beyond the trunk."""
     late = {
         role.layer: split_name(name)[0].split(".")
@@ -247,18 +215,13 @@ def _bank_aliases(kept: Mapping[str, TensorRole]) -> set[str]:
 
 
 def _without_redundant(patterns: list[str], names: _Names) -> list[str]:
-    """Drop patterns whose kept families are all hit by the others, narrowest first."""
-    spelled = {text: list(_spell(text, indices)) for text, indices in names.kept.items()}
-    everything = Matcher(patterns)
-    hits: dict[str, set[str]] = {}
-    for pattern in patterns:
-        matcher = Matcher([pattern])
-        hits[pattern] = {
-            name
-            for members in spelled.values()
-            for name in canonical_names(members, everything)
-            if matcher.hits(name)
-        }
+    """Drop patterns whose kept modules are all hit by the others, narrowest first."""
+    kept = list(names.kept.representatives(Matcher(patterns)))
+    matchers = {pattern: Matcher([pattern]) for pattern in patterns}
+    hits = {
+        pattern: {name for name in kept if matcher.hits(name)}
+        for pattern, matcher in matchers.items()
+    }
     remaining = list(patterns)
     for pattern in sorted(patterns, key=lambda item: (len(hits[item]), item)):
         others = set().union(*(hits[other] for other in remaining if other != pattern))

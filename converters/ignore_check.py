@@ -7,16 +7,21 @@ plain form that we write, names that differ only in numbers no pattern mentions 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
+from mxfp4.converters.roles.names import spell, split_name
 from mxfp4.errors import RecipeError
 
 _PLAIN = re.compile(r"re:\.\*\\b(?:\w|-|\\[.-]|\\d\+|\(\?:\d+(?:\|\d+)*\)|(?<=\\\.)\.\*)+\$")
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Matcher:
-    """Compiled patterns: `re:` expressions and exact names."""
+    """Compiled patterns: `re:` expressions and exact names.
+
+    `mentioned` holds the numbers that occur in plain patterns; None if one is not plain, so that
+    every name has to be tested by itself.
+    """
 
     def __init__(self, patterns: Collection[str]) -> None:
         """Compile the patterns; a broken expression raises `re.error`."""
@@ -43,28 +48,46 @@ class Matcher:
         return None
 
 
-def canonical_names(names: Iterable[str], matcher: Matcher) -> Iterator[str]:
-    """Names without those that no pattern of the matcher can tell from another one given."""
-    if matcher.mentioned is None:
-        yield from names
-        return
-    mentioned, placeholder = matcher.mentioned, matcher.placeholder
+class NameSet:
+    """Module names by family, with the index tuples of each (see `roles.names`)."""
 
-    def replace(found: re.Match[str]) -> str:
-        number = found.group()
-        return number if number in mentioned else placeholder
+    def __init__(self, names: Iterable[str]) -> None:
+        """Parse and group the names."""
+        self.families: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        for name in names:
+            text, indices = split_name(name)
+            self.families[text].add(indices)
+        self._numbers = {
+            text: set().union(*members) if text.count("#") else set[str]()
+            for text, members in self.families.items()
+        }
 
-    yield from dict.fromkeys(_INDEX.sub(replace, name) for name in names)
+    def representatives(self, matcher: Matcher, family: str | None = None) -> Iterator[str]:
+        """Names that stand for all names (of one family) as far as the matcher can tell."""
+        for text in self.families if family is None else (family,):
+            members: Iterable[tuple[str, ...]] = self.families[text]
+            mentioned, free = matcher.mentioned, matcher.placeholder
+            if mentioned is not None and self._numbers[text].isdisjoint(mentioned):
+                members = [(free,) * text.count("#")]
+            elif mentioned is not None:
+                members = {
+                    tuple(number if number in mentioned else free for number in indices)
+                    for indices in members
+                }
+            yield from spell(text, members)
 
 
 def check_ignore(
-    patterns: Collection[str], quantized_modules: Iterable[str], kept_modules: Iterable[str]
+    patterns: Collection[str],
+    quantized_modules: Iterable[str] | NameSet,
+    kept_modules: Iterable[str] | NameSet,
 ) -> None:
     """Raise `RecipeError` if a kept module is not hit, a quantized one is, or the result depends
     on whether an engine matches whole names."""
     matcher = Matcher(patterns)
     for wanted, modules in ((False, quantized_modules), (True, kept_modules)):
-        for name in canonical_names(modules, matcher):
+        names = modules if isinstance(modules, NameSet) else NameSet(modules)
+        for name in names.representatives(matcher):
             split = matcher.disagreement(name)
             if split is not None:
                 raise RecipeError(

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from mxfp4.converters.header import TensorInfo
-from mxfp4.converters.roles import keep_rules, linear_rules, moe_rules, words
+from mxfp4.converters.roles import keep_rules, linear_rules, moe_rules
 from mxfp4.converters.roles.facts import ModelFacts
 from mxfp4.converters.roles.names import Family
 from mxfp4.converters.roles.places import Place
+from mxfp4.converters.roles.scenes import expert_index
 from mxfp4.converters.roles.survey import Survey, survey
 from mxfp4.converters.roles.types import Role, TensorRole
 from mxfp4.converters.roles.view import Verdict, View
@@ -56,29 +57,32 @@ def classify(
     tensors, and prediction layers are found by their contents only.
     """
     found = survey(tensors, config)
-    verdicts: dict[tuple[int, int, bool], _Stamp] = {}
+    stamps: dict[tuple[int, int], _Stamp] = {}
     roles: dict[str, TensorRole] = {}
-    for name, kind, scene, indices in found.rows:
-        member = found.members[kind]
-        family = member.family
-        layer = indices[family.layer_slot] if family.layer_slot is not None else None
-        late = layer is not None and found.is_prediction_layer(family, layer, scene)
-        key = (kind, scene, late)
-        stamp = verdicts.get(key)
+    for name, kind, setting, indices in found.rows:
+        key = (kind, setting)
+        stamp = stamps.get(key)
         if stamp is None:
-            container = found.containers[family]
-            view = View(
-                family,
-                member.shape,
-                member.dtype,
-                found.scenes[scene],
-                found.facts,
-                container,
-                family.layer_at is not None and not late,
-            )
-            stamp = verdicts[key] = _Stamp(judge(view, found, late), family, container)
-        roles[name] = stamp.role(indices, layer)
+            stamp = stamps[key] = _judge_member(found, kind, setting)
+        roles[name] = stamp.role(indices)
     return roles
+
+
+def _judge_member(found: Survey, kind: int, setting: int) -> _Stamp:
+    member = found.members[kind]
+    scene, late = found.settings[setting]
+    family = member.family
+    container = found.containers[family]
+    view = View(
+        family,
+        member.shape,
+        member.dtype,
+        scene,
+        found.facts,
+        container,
+        family.layer_at is not None and not late,
+    )
+    return _Stamp(judge(view, found, late), family, container)
 
 
 def judge(view: View, found: Survey, late: bool) -> Verdict:
@@ -116,14 +120,14 @@ class _Stamp:
         self.template, self.index_count = "", 0
         if verdict.group is not None:
             keep, tag = verdict.group
-            start = 0 if family.layer_at is None else family.layer_at + 1
-            text = ".".join(family.text.split(".")[: start + keep])
+            text = family.text_until(keep)
             self.template = text.replace("%", "%%").replace("#", "%s") + ":" + tag
             self.index_count = text.count("#")
-        self.expert_slot = _expert_slot(family, container)
-        self.fixed_expert = _fixed_expert(family, container)
+        self.layer_slot = family.layer_slot
+        index = None if container is None else expert_index(family.path, container)
+        self.expert_slot = None if index is None else family.slot_at(index)
 
-    def role(self, indices: tuple[str, ...], layer: str | None) -> TensorRole:
+    def role(self, indices: tuple[str, ...]) -> TensorRole:
         """The public form for one tensor."""
         verdict = self.verdict
         group = None
@@ -132,13 +136,12 @@ class _Stamp:
             group = self.groups.get(chosen)
             if group is None:
                 group = self.groups[chosen] = self.template % chosen
-        slot = self.expert_slot
-        expert = self.fixed_expert if slot is None else int(indices[slot])
+        layer, expert = self.layer_slot, self.expert_slot
         return TensorRole(
             verdict.role,
             verdict.axis,
-            None if layer is None else int(layer),
-            expert,
+            None if layer is None else int(indices[layer]),
+            None if expert is None else int(indices[expert]),
             group,
             verdict.bank,
             verdict.evidence,
@@ -146,23 +149,6 @@ class _Stamp:
             verdict.kind,
             verdict.inner,
         )
-
-
-def _expert_slot(family: Family, container: int | None) -> int | None:
-    if container is None:
-        return None
-    start = 0 if family.layer_at is None else family.layer_at + 1
-    for position in range(container, len(family.path)):
-        if family.path[position] == "#":
-            return family.segments[: start + position].count("#")
-    return None
-
-
-def _fixed_expert(family: Family, container: int | None) -> int | None:
-    if container is None:
-        return None
-    named = words.EXPERT_INDEX.fullmatch(family.path[container])
-    return int(named.group(1)) if named else None
 
 
 def facts_of(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> ModelFacts:

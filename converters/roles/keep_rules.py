@@ -50,16 +50,10 @@ def bias(view: View) -> Verdict | None:
     if words.NORM.fullmatch(near):
         return Verdict(Role.NORM, "bias of a normalisation")
     if any(words.ROUTER.fullmatch(part) for part in names) or (
-        near in words.ROUTER_WORDS and not _in_attention(view) and not view.in_expert
+        near in words.ROUTER_WORDS and not view.in_attention and not view.in_expert
     ):
         return Verdict(Role.ROUTER_BIAS, "bias of a router")
     return Verdict(Role.BIAS, "a bias")
-
-
-def _in_attention(view: View) -> bool:
-    return any(
-        words.ATTENTION.fullmatch(part) and part != "mixer" for part in view.family.words[:-1]
-    )
 
 
 def convolution(view: View) -> Verdict | None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from mxfp4.converters.roles import words
 from mxfp4.converters.roles.types import Kind, Role
-from mxfp4.converters.roles.view import Verdict, View
+from mxfp4.converters.roles.view import WEIGHTS, Verdict, View
 from mxfp4.converters.roles.words import word_set
 
-_WEIGHTS = frozenset({"", "weight", "weight_packed", "packed", "blocks", "qweight"})
 _DELTA_LEAVES = word_set(
     "in_proj_qkv in_proj_qkvz in_proj_q in_proj_k in_proj_v q_proj k_proj v_proj qkv_proj "
     "q_conv1d k_conv1d v_conv1d"
@@ -31,7 +30,7 @@ _FFN_PAIRS = (
 def state(view: View) -> Verdict | None:
     """Steps, decays and other small parts of a recurrence."""
     leaf = view.leaf
-    axis = 1 if view.rank == 2 and view.family.parameter in _WEIGHTS else None
+    axis = 1 if view.rank == 2 and view.family.parameter in WEIGHTS else None
     if axis is not None and not view.family.parameter:
         axis = None
     if words.STATE_ALWAYS.fullmatch(leaf):
@@ -49,7 +48,7 @@ def _recurrent(view: View) -> bool:
 
 def mixer(view: View) -> Verdict | None:
     """Projections of attention, linear attention and state-space blocks."""
-    if view.rank != 2 or view.family.parameter not in _WEIGHTS or view.in_expert:
+    if view.rank != 2 or view.family.parameter not in WEIGHTS or view.in_expert:
         return None
     leaf, parents = view.leaf, view.parents
     siblings = view.scene.siblings(view.path)
@@ -99,7 +98,7 @@ def _attention_leaf(view: View, inside: str, kind: Kind) -> Verdict | None:
 
 def feed_forward(view: View) -> Verdict | None:
     """Dense feed-forward projections: inside such a segment, or as a matching pair in the layer."""
-    if view.rank != 2 or view.family.parameter not in _WEIGHTS or view.in_expert:
+    if view.rank != 2 or view.family.parameter not in WEIGHTS or view.in_expert:
         return None
     leaf, parents = view.leaf, view.parents
     inward, outward = words.FFN_IN.fullmatch(leaf), words.FFN_OUT.fullmatch(leaf)

@@ -7,15 +7,10 @@ inside an expert, an output gate inside attention.
 from __future__ import annotations
 
 from mxfp4.converters.roles import words
-from mxfp4.converters.roles.banks import (
-    bank_layout,
-    flattened_bank,
-    stacked_bank,
-)
+from mxfp4.converters.roles.banks import bank_layout, flattened_bank, stacked_bank
+from mxfp4.converters.roles.scenes import expert_index
 from mxfp4.converters.roles.types import Kind, Role
-from mxfp4.converters.roles.view import Verdict, View
-
-_WEIGHTS = frozenset({"", "weight", "weight_packed", "packed", "blocks", "qweight"})
+from mxfp4.converters.roles.view import WEIGHTS, Verdict, View
 
 
 def router(view: View) -> Verdict | None:
@@ -28,9 +23,9 @@ def router(view: View) -> Verdict | None:
     if named is not None:
         role = Role.ROUTER if view.rank >= 2 else Role.ROUTER_BIAS
         return Verdict(role, f"'{named}' names a router", axis)
-    if _in_attention(view) and not view.in_expert:
+    if view.in_attention and not view.in_expert:
         return None
-    if view.container is not None and view.path[view.container + 1 : view.container + 2] == ("#",):
+    if view.container is not None and expert_index(view.path, view.container) is not None:
         return None
     return _gate_word(view, axis) or _expert_rows(view, axis)
 
@@ -61,10 +56,9 @@ def _is_projection_gate(view: View) -> bool:
 
 def _expert_rows(view: View, axis: int | None) -> Verdict | None:
     """Rows in {E, E + extra} for a matrix directly in the block that holds the experts."""
-    parent = view.path[:-1]
     if view.rank != 2 or view.family.parameter not in ("weight", "") or view.in_expert:
         return None
-    if parent not in view.scene.expert_blocks:
+    if view.path[:-1] not in view.scene.expert_blocks:
         return None
     rows = view.facts.router_rows
     if view.shape[0] in rows or (view.shape[1] in rows and view.shape[0] == view.facts.hidden_size):
@@ -81,16 +75,9 @@ def _router_axis(view: View) -> int | None:
     return 0 if swapped and rows not in view.facts.router_rows else 1
 
 
-def _in_attention(view: View) -> bool:
-    return any(
-        words.ATTENTION.fullmatch(part) and part != "mixer" and not words.NORM.fullmatch(part)
-        for part in view.family.words[:-1]
-    )
-
-
 def one_row(view: View) -> Verdict | None:
     """A matrix with one row is a gate or a query, never worth a block format."""
-    if view.rank != 2 or view.shape[0] != 1 or view.family.parameter not in _WEIGHTS:
+    if view.rank != 2 or view.shape[0] != 1 or view.family.parameter not in WEIGHTS:
         return None
     if any(words.SHARED.fullmatch(part) or "expert" in part for part in view.path):
         return Verdict(Role.SHARED_EXPERT_GATE, "one row, named after an expert", 1)
@@ -99,7 +86,7 @@ def one_row(view: View) -> Verdict | None:
 
 def latent(view: View) -> Verdict | None:
     """Projections between the residual stream and the width of the routed experts."""
-    if view.rank != 2 or view.in_expert or view.family.parameter not in _WEIGHTS:
+    if view.rank != 2 or view.in_expert or view.family.parameter not in WEIGHTS:
         return None
     if not words.LATENT.fullmatch(view.leaf):
         return None
@@ -109,27 +96,27 @@ def latent(view: View) -> Verdict | None:
 
 def expert(view: View) -> Verdict | None:
     """Everything of rank 2 or 3 inside the experts, per expert or stacked."""
-    if view.family.parameter not in _WEIGHTS or view.rank not in (2, 3, 4):
+    if view.family.parameter not in WEIGHTS or view.rank not in (2, 3, 4):
         return None
     if view.container is None:
         return _bare_bank(view)
-    indexed = view.path[view.container + 1] == "#" or view.path[-1] == "#"
-    named = words.EXPERT_INDEX.fullmatch(view.path[view.container]) is not None
-    if view.rank == 2 and (indexed or named):
+    index = expert_index(view.path, view.container)
+    if view.rank == 2 and index is not None:
         text = f"a matrix of one expert in '{view.path[view.container]}'"
-        return Verdict(Role.EXPERT, text, 1, group=(view.container + 1, "experts"))
+        return Verdict(Role.EXPERT, text, 1, group=_group(view, view.container))
     if view.rank == 2:
-        return _flattened(view)
-    if view.rank == 3 and not indexed:
-        return _stacked(view, view.container, Role.EXPERT)
+        return _flattened(view, view.container)
+    if view.rank == 3 and index is None:
+        return _stacked(view, Role.EXPERT, _group(view, view.container))
     if view.rank == 4 and view.family.parameter == "blocks":
-        return Verdict(
-            Role.EXPERT,
-            "packed blocks of stacked experts",
-            2,
-            group=(view.container + 1, "experts"),
-        )
+        group = _group(view, view.container)
+        return Verdict(Role.EXPERT, "packed blocks of stacked experts", 2, group=group)
     return None
+
+
+def _group(view: View, container: int) -> tuple[int, str]:
+    """All routed experts of a layer are one fusion group."""
+    return (container + ("#" not in view.path[container]), "experts")
 
 
 def _bare_bank(view: View) -> Verdict | None:
@@ -139,14 +126,12 @@ def _bare_bank(view: View) -> Verdict | None:
     if view.rank != 3 or not known or not view.in_layer:
         return None
     if view.shape[0] in view.facts.expert_counts:
-        return _stacked(view, len(view.path) - 2, Role.EXPERT)
+        return _stacked(view, Role.EXPERT, (len(view.path) - 1, "experts"))
     return None
 
 
-def _stacked(view: View, container: int, role: Role) -> Verdict:
-    parent = view.path[:-1]
-    layout = bank_layout(view.scene, parent, view.facts)
-    group = (container + 1, "experts")
+def _stacked(view: View, role: Role, group: tuple[int, str]) -> Verdict:
+    layout = bank_layout(view.scene, view.path[:-1], view.facts)
     if layout.input_major is None:
         return Verdict(role, f"stacked experts; {layout.evidence}", None, group=group)
     bank = stacked_bank(view.leaf, view.shape, layout, view.facts)
@@ -155,19 +140,19 @@ def _stacked(view: View, container: int, role: Role) -> Verdict:
     return Verdict(role, text, axis, group=group, bank=bank)
 
 
-def _flattened(view: View) -> Verdict | None:
+def _flattened(view: View, container: int) -> Verdict | None:
     found = flattened_bank(view.scene, view.path, view.shape, view.facts)
-    if found is None or view.container is None:
+    if found is None:
         return None
     axis, bank = found
     text = f"{bank.expert_count} experts flattened into {list(view.shape)}"
-    return Verdict(Role.EXPERT, text, axis, group=(view.container + 1, "experts"), bank=bank)
+    return Verdict(Role.EXPERT, text, axis, group=_group(view, container), bank=bank)
 
 
 def shared_expert(view: View) -> Verdict | None:
     """Feed-forward leaves under a shared expert, plain or stacked."""
     at = next((i for i, part in enumerate(view.path) if words.SHARED.fullmatch(part)), None)
-    if at is None or view.family.parameter not in _WEIGHTS or view.rank not in (2, 3):
+    if at is None or view.family.parameter not in WEIGHTS or view.rank not in (2, 3):
         return None
     stem = view.leaf.removesuffix("_weight")
     inward = words.FFN_IN.fullmatch(stem)
@@ -175,7 +160,7 @@ def shared_expert(view: View) -> Verdict | None:
     if not inward and not outward:
         return None
     if view.rank == 3:
-        return _stacked(view, len(view.path) - 2, Role.SHARED_EXPERT)
+        return _stacked(view, Role.SHARED_EXPERT, (len(view.path) - 1, "experts"))
     group = (len(view.path) - 1, "gate_up") if inward and not outward else None
     text = f"a feed-forward matrix of '{view.path[at]}'"
     return Verdict(Role.SHARED_EXPERT, text, 1, group=group)

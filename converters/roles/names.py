@@ -8,11 +8,13 @@ families, so everything that needs thought is done once per family.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mxfp4.converters.roles import words
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+_ANY_INDEX = re.compile(r"(?:(?<=\.)|(?<=\.expert_)|(?<=\.experts_))(\d+)(?=\.|$)")
 _PARAMETER = re.compile(
     r"weight|bias|weight_\d+|(weight_)?(packed|scale|scale_inv|shape|zero_point|g_idx)"
     r"|input_scale|output_scale|[kv]_scale|qweight|qzeros|scales|lora_[AB]|weight_global_scale"
@@ -26,7 +28,8 @@ class Family:
 
     `layer_at` is the position of the layer index in `segments` (None outside a layer stack) and
     `layer_slot` tells which of the indices it is. `path` is the module below the layer (the whole
-    module outside a stack), `parameter` the last part, "" for a bare parameter.
+    module outside a stack), `parameter` the last part, "" for a bare parameter, and `prefix` what
+    comes before the layer index.
     """
 
     text: str
@@ -40,21 +43,38 @@ class Family:
     @property
     def leaf(self) -> str:
         """Last part of the module, without an index."""
-        for part in reversed(self.path):
-            if part != "#":
-                return part
-        return ""
+        return next((part for part in reversed(self.path) if "#" not in part), "")
 
     @property
     def words(self) -> tuple[str, ...]:
         """The path without indices."""
         return tuple(part for part in self.path if part != "#")
 
+    def slot_at(self, position: int) -> int:
+        """Which of the indices stands at a position of the path."""
+        start = 0 if self.layer_at is None else self.layer_at + 1
+        return ".".join(self.segments[: start + position + 1]).count("#") - 1
+
+    def text_until(self, length: int) -> str:
+        """The family text up to so many parts of the path."""
+        start = 0 if self.layer_at is None else self.layer_at + 1
+        return ".".join(self.text.split(".")[: start + length])
+
 
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:
-    """Family text and indices of a tensor or module name."""
+    """Family text and indices of a tensor or module name; `spell` is the inverse."""
+    if "expert_" in name or "experts_" in name:
+        parts = _ANY_INDEX.split(name)
+        return "#".join(parts[::2]), tuple(parts[1::2])
     parts = _INDEX.split(name)
     return ".#".join(parts[::2]), tuple(parts[1::2])
+
+
+def spell(family: str, members: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """The names of a family with the given indices."""
+    template = family.replace("%", "%%").replace("#", "%s")
+    for indices in members:
+        yield template % indices
 
 
 def parse_family(text: str) -> Family:
@@ -77,9 +97,7 @@ def parse_family(text: str) -> Family:
 def _find_layer(segments: tuple[str, ...]) -> tuple[int | None, int | None]:
     slot = -1
     for position, segment in enumerate(segments):
-        if segment != "#":
-            continue
-        slot += 1
-        if segments[position - 1].lower() in words.STACKS:
+        slot += "#" in segment
+        if segment == "#" and segments[position - 1].lower() in words.STACKS:
             return position, slot
     return None, None

@@ -78,7 +78,7 @@ def find_container(path: Path, counted: frozenset[int]) -> int | None:
     experts: such an index marks a container whatever its name.
     """
     for position, part in enumerate(path[:-1]):
-        if any(words.SHARED.fullmatch(path[i]) for i in range(position + 1)):
+        if words.SHARED.fullmatch(part):
             return None
         indexed = path[position + 1] == "#"
         if words.EXPERTS.fullmatch(part):
@@ -86,3 +86,12 @@ def find_container(path: Path, counted: frozenset[int]) -> int | None:
         if indexed and (part in words.INDEXED_EXPERTS or position + 1 in counted):
             return position
     return None
+
+
+def expert_index(path: Path, container: int) -> int | None:
+    """Position of the part that numbers the experts: `experts.#`, `expert_#`, `experts.w1.#`."""
+    if "#" in path[container]:
+        return container
+    if "#" in path[container + 1]:
+        return container + 1
+    return len(path) - 1 if path[-1] == "#" else None

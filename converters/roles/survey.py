@@ -23,15 +23,18 @@ _ROOT = ("", "")
 
 @dataclass(slots=True)
 class Survey:
-    """Everything the rules need to know beyond one tensor."""
+    """Everything the rules need to know beyond one tensor.
+
+    A row is (name, number of its member, number of its setting, indices); a setting is a scene
+    and whether the layer predicts further tokens.
+    """
 
     facts: ModelFacts
     members: list[Member]
-    scenes: list[Scene]
+    settings: list[tuple[Scene, bool]]
     rows: list[tuple[str, int, int, tuple[str, ...]]]
     containers: dict[Family, int | None]
     towers: frozenset[str] = frozenset()
-    prediction_scenes: frozenset[int] = frozenset()
     _places: dict[Family, tuple[Place, str]] = field(default_factory=dict)
 
     def place(self, family: Family) -> tuple[Place, str]:
@@ -44,17 +47,6 @@ class Survey:
                     place, reason = Place.TOWER, f"'{stack}' has another width than the trunk"
             self._places[family] = place, reason
         return self._places[family]
-
-    def is_prediction_layer(self, family: Family, layer: str, scene: int) -> bool:
-        """Whether a layer of the trunk predicts further tokens: by index, or by what it holds."""
-        if scene in self.prediction_scenes:
-            return True
-        facts = self.facts
-        return (
-            0 < facts.layer_count <= int(layer)
-            and not facts.encoder_decoder
-            and self.place(family)[0] is Place.TRUNK
-        )
 
     def correct_axis(self, view: View, verdict: Verdict) -> Verdict:
         """A bias as long as the second axis alone says that the matrix is `[in, out]`."""
@@ -120,34 +112,45 @@ def _assemble(
         for family, seen in seen_indices.items()
     }
     facts = _measure(stated, members, containers, seen_indices)
-    scene_ids: dict[frozenset[int], int] = {}
-    scenes: list[Scene] = []
-    scene_of: dict[tuple[str, str], int] = {}
-    predictions: set[int] = set()
+    scenes: dict[frozenset[int], Scene] = {}
+    settings: dict[tuple[frozenset[int], bool], int] = {}
+    setting_of: dict[tuple[str, str], int] = {}
     for place, kinds in layers.items():
         frozen = frozenset(kinds)
-        if frozen not in scene_ids:
-            scene_ids[frozen] = len(scenes)
-            scenes.append(build_scene((members[kind] for kind in frozen), containers))
-            if place != _ROOT and scenes[-1].has_word(words.MTP_LEAVES):
-                predictions.add(len(scenes) - 1)
-        scene_of[place] = scene_ids[frozen]
-    rows = [(name, kind, scene_of[place], indices) for name, kind, place, indices in parsed]
-    found = Survey(
-        facts, members, scenes, rows, containers, prediction_scenes=frozenset(predictions)
+        if frozen not in scenes:
+            scenes[frozen] = build_scene((members[kind] for kind in frozen), containers)
+        late = place != _ROOT and _is_prediction_layer(place, scenes[frozen], facts)
+        setting_of[place] = settings.setdefault((frozen, late), len(settings))
+    rows = [(name, kind, setting_of[place], indices) for name, kind, place, indices in parsed]
+    return Survey(
+        facts,
+        members,
+        [(scenes[kinds], late) for kinds, late in settings],
+        rows,
+        containers,
+        _foreign_stacks(members, facts),
     )
-    found.towers = _foreign_stacks(members, facts)
-    return found
+
+
+def _is_prediction_layer(place: tuple[str, str], scene: Scene, facts: ModelFacts) -> bool:
+    """Whether a layer predicts further tokens: by what it holds, or by an index past the trunk.
+
+    In an encoder-decoder the stacks may have different lengths, so only contents count there.
+    """
+    if scene.has_word(words.MTP_LEAVES):
+        return True
+    stack, layer = place
+    beyond = 0 < facts.layer_count <= int(layer) and not facts.encoder_decoder
+    return beyond and "encoder" not in stack.split(".")
 
 
 def _container(family: Family, seen: list[set[str]], counts: frozenset[int]) -> int | None:
     """Positions of indices that run over all experts count as containers, whatever their name."""
-    start = 0 if family.layer_at is None else family.layer_at + 1
     counted = set()
     for position, part in enumerate(family.path):
-        if part == "#":
-            slot = family.segments[: start + position].count("#")
-            if family.layer_at is not None and len(seen[slot]) in counts and len(seen[slot]) > 3:
+        if part == "#" and family.layer_at is not None:
+            count = len(seen[family.slot_at(position)])
+            if count in counts and count > 3:
                 counted.add(position)
     return find_container(family.path, frozenset(counted))
 

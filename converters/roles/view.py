@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mxfp4.converters.roles import words
 from mxfp4.converters.roles.facts import ModelFacts
 from mxfp4.converters.roles.names import Family
 from mxfp4.converters.roles.scenes import Path, Scene, Shape
 from mxfp4.converters.roles.types import ExpertBank, Kind, Role
+
+WEIGHTS = frozenset({"", "weight", "weight_packed", "packed", "blocks", "qweight"})
+"""Last parts of names that hold the matrix itself; "" is a bare parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,16 @@ class View:
     def rank(self) -> int:
         """Rank of the stored tensor."""
         return len(self.shape)
+
+    @property
+    def in_attention(self) -> bool:
+        """Whether a parent names attention; `mixer` says nothing, a norm's name neither."""
+        return any(
+            words.ATTENTION.fullmatch(part)
+            and part not in words.ANY_MIXER
+            and not words.NORM.fullmatch(part)
+            for part in self.parents
+        )
 
     @property
     def in_expert(self) -> bool:

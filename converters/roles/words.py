@@ -76,7 +76,7 @@ CONV = re.compile(r".*conv(\d*d?)?(_.*|\d+)?(?<!proj)|dwconv|patch_conv.*")
 """A module leaf that names a convolution."""
 
 SIDE_CHANNEL = re.compile(
-    r"hc_.*|.*hyper_?conn.*|.*mhc.*|altup.*|laurel.*|.*per_layer_.*|ple(_.*)?|.*_res_proj"
+    r"hc_.*|(.*_)?hc|.*hyper_?conn.*|.*mhc.*|altup.*|laurel.*|.*per_layer_.*|ple(_.*)?|.*_res_proj"
     r"|.*residual_proj|.*lora.*|.*attn_res(_.*)?|engram.*|.*_adapter|adapter(_.*)?|.*engram.*"
     r"|router_aux.*|value_residual.*|.*resid_.*mix.*|x0_.*|.*_lambda.*"
 )
@@ -102,13 +102,11 @@ SHARED = re.compile(
 )
 """An expert that every token visits."""
 
-EXPERTS = re.compile(r"(.*_)?experts?(_(list|modules|bank|layers?|weights?|mlps?))?|experts?_\d+")
+EXPERTS = re.compile(r"(.*_)?experts?(_(list|modules|bank|layers?|weights?|mlps?|#))?")
 """A container of routed experts."""
 
 INDEXED_EXPERTS = frozenset({"moe", "deepspeed_experts"})
 """Containers of experts when an index follows."""
-
-EXPERT_INDEX = re.compile(r"experts?_(\d+)")
 
 ROUTER = re.compile(r".*router.*|.*routing.*")
 """Anywhere in a segment: a router or a part of one."""
@@ -150,6 +148,9 @@ ATTENTION = re.compile(
     r"|swa|kda|gdn|delta_?net|attn_?\d*"
 )
 """A segment of a sequence-mixing block."""
+
+ANY_MIXER = frozenset({"mixer"})
+"""Blocks that are attention in one layer and a feed-forward block in another."""
 
 FFN = re.compile(
     r".*mlps?(_?\d+|_block|_[a-z]+)?|.*ffns?(_?\d+|_block|_[a-z]+)?|.*feed_?forward(s|_?\d+|_.*)?"

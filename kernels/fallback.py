@@ -8,6 +8,9 @@ comes out as on the full value, and one integer kernel serves BF16, F16 and F32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,12 +36,22 @@ CHUNK_BLOCKS = 2048
 EXACT_FROM = 3
 """Smallest scale byte at which elements are above the subnormals and bits can be subtracted."""
 
+NORMAL_FROM = 2
+"""Smallest scale byte at which every element but zero is a normal BF16 number."""
+
 INFINITE = 0x7F80
 """The reduced 16 bits of infinity; NaN is above."""
 
 _MAGNITUDE = np.int16(0x7FFF)
 _VALUES = np.array(E2M1_VALUES, np.float32)
 _SIGNED_VALUES = np.concatenate([_VALUES, -_VALUES])
+
+# What a byte of codes holds: two float32 as one float64, two BF16 words as one uint32, and a mask
+# of the words that are not zero.
+_PAIRS = np.stack([np.tile(_SIGNED_VALUES, 16), np.repeat(_SIGNED_VALUES, 16)], axis=1)
+_FLOAT_PAIRS = _PAIRS.view(np.float64)[:, 0]
+_WORD_PAIRS = (_PAIRS.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint32)[:, 0]
+_NOT_ZERO_PAIRS = ((_PAIRS != 0) * np.uint16(0xFFFF)).view(np.uint32)[:, 0]
 
 
 def float_values(source: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
@@ -57,7 +70,9 @@ def reduced_bits(source: NDArray[np.generic], dtype: str) -> NDArray[np.uint16]:
         return source.view(np.uint16)
     bits = float_values(source, dtype).view(np.uint32)
     cut_off = (bits & np.uint32(0xFFFF)) != 0
-    return (bits >> np.uint32(16)).astype(np.uint16) | cut_off
+    words: NDArray[np.uint16] = (bits >> np.uint32(16)).astype(np.uint16)
+    words |= cut_off
+    return words
 
 
 def encode_blocks(
@@ -77,39 +92,62 @@ def encode_blocks(
     a block nothing more is written.
     """
     total = TensorStatistics() if statistics else None
+    work = _Workspace.of(min(len(source), CHUNK_BLOCKS))
     for start in range(0, len(source), CHUNK_BLOCKS):
         part = slice(start, min(start + CHUNK_BLOCKS, len(source)))
         bits = reduced_bits(source[part], dtype)
-        amax = _block_maximum(bits)
+        work = work.first(len(bits))
+        np.bitwise_and(bits.view(np.int16), _MAGNITUDE, out=work.magnitude)
+        amax = _block_maximum(work)
         if amax.max() >= INFINITE:
             return start + int(np.argmax(amax >= INFINITE)), None
         byte = _scale_bytes(amax, options.rule)
         if options.rule is ScaleRule.SEARCH:
-            values = float_values(source[part], dtype)
             weights = None
             if importance is not None:
-                rows = np.arange(part.start, part.stop) % len(importance)
-                weights = importance[rows]
-            byte = _search(values, byte, weights)
-        _encode_chunk(bits, byte, options, codes[part])
+                weights = importance[np.arange(part.start, part.stop) % len(importance)]
+            byte = _search(float_values(source[part], dtype), byte, weights)
+        _encode_chunk(bits.view(np.int16), byte, options, work, codes[part])
         scales[part] = byte
         low = np.flatnonzero(byte < EXACT_FROM)
         if len(low):
             values = float_values(source[part][low], dtype)
             codes[start + low] = _encode_exact(values, byte[low], options)
         if total is not None:
-            values = float_values(source[part], dtype)
-            total += _statistics(values, codes[part], byte)
+            total += _statistics(float_values(source[part], dtype), codes[part], byte)
     return -1, total
 
 
-def _block_maximum(bits: NDArray[np.uint16]) -> NDArray[np.int32]:
-    """Largest magnitude bits of each block, [blocks]."""
-    half = bits.view(np.int16) & _MAGNITUDE
-    while half.shape[1] > 1:
-        middle = half.shape[1] // 2
-        half = np.maximum(half[:, :middle], half[:, middle:])
-    return half[:, 0].astype(np.int32)
+@dataclass(frozen=True)
+class _Workspace:
+    """Arrays int16 [blocks, 32] that are written again for every chunk."""
+
+    magnitude: NDArray[np.int16]
+    step: NDArray[np.int16]
+    spare: NDArray[np.int16]
+
+    @classmethod
+    def of(cls, blocks: int) -> _Workspace:
+        return cls(*(np.empty((blocks, BLOCK_SIZE), np.int16) for _ in range(3)))
+
+    def first(self, blocks: int) -> _Workspace:
+        """The same arrays, cut to the first blocks."""
+        if blocks == len(self.step):
+            return self
+        return _Workspace(self.magnitude[:blocks], self.step[:blocks], self.spare[:blocks])
+
+
+def _block_maximum(work: _Workspace) -> NDArray[np.int32]:
+    """Largest magnitude bits of each block, [blocks]; flat loops are the fast ones in numpy."""
+    pair = work.magnitude.view(np.uint32).reshape(-1)
+    upper = work.step.view(np.uint32).reshape(-1)
+    lower = work.spare.view(np.uint32).reshape(-1)
+    np.right_shift(pair, np.uint32(16), out=upper)
+    np.bitwise_and(pair, np.uint32(0xFFFF), out=lower)
+    most = np.maximum(upper, lower, out=upper)
+    while len(most) > len(work.magnitude):
+        most = np.maximum(most[0::2], most[1::2])
+    return most.astype(np.int32)
 
 
 def _scale_bytes(amax: NDArray[np.int32], rule: ScaleRule) -> NDArray[np.int32]:
@@ -119,34 +157,40 @@ def _scale_bytes(amax: NDArray[np.int32], rule: ScaleRule) -> NDArray[np.int32]:
 
 
 def _encode_chunk(
-    bits: NDArray[np.uint16],
+    word: NDArray[np.int16],
     byte: NDArray[np.int32],
     options: CodecOptions,
+    work: _Workspace,
     codes: NDArray[np.uint8],
 ) -> None:
     """Codes of blocks whose scale byte is at least EXACT_FROM; others are left meaningless.
 
     With r the distance of the magnitude bits from those of a quarter of the scale, the midpoints
     are r = 0, 192, 288, 352, 416, 480, 544: multiples of 32. `step` counts how many multiples of
-    32 the value is beyond, which leaves small integers to compare.
+    32 the value is beyond. Its code is step / 2 - 2 from step 10 on, and (step + 5) / 6 below,
+    which is never the larger one above.
     """
-    word = bits.view(np.int16)
-    magnitude = word & _MAGNITUDE
-    step = magnitude - ((byte - 2) << 7).astype(np.int16)[:, None]
+    step, code = work.step, work.spare
+    low = ((byte - 2) << 7) - (32 if options.ties is TieRule.AWAY else 31)
+    np.subtract(work.magnitude, low.astype(np.int16)[:, None], out=step)
     if options.ties is TieRule.EVEN:
         # Of two codes beside a midpoint the upper one is even exactly when this bit is set.
-        step += (magnitude >> np.int16(6)) & np.int16(1)
-    step += np.int16(32 if options.ties is TieRule.AWAY else 31)
+        np.right_shift(work.magnitude, np.int16(6), out=code)
+        code &= np.int16(1)
+        step += code
     step >>= np.int16(5)
     np.clip(step, 0, 18, out=step)
-    code = np.maximum(step >> np.int16(1), np.int16(2))
-    code -= np.int16(2)
-    np.maximum(code, step > 0, out=code, casting="unsafe")
-    np.maximum(code, (step > 6) * np.int16(2), out=code)
-    code |= _sign_bits(word, magnitude, code, options.zero_sign)
+    np.multiply(step, np.int16(11), out=code)
+    code += np.int16(55)
+    code >>= np.int16(6)
+    step >>= np.int16(1)
+    step -= np.int16(2)
+    np.maximum(code, step, out=code)
+    code |= _sign_bits(word, work.magnitude, code, options.zero_sign, out=step)
     pair = code.view(np.uint32)
-    np.bitwise_or(pair, pair >> np.uint32(12), out=pair)
-    codes[...] = pair.view(np.uint8)[:, 0::4]
+    shifted = np.right_shift(pair, np.uint32(12), out=step.view(np.uint32))
+    pair |= shifted
+    np.copyto(codes, pair, casting="unsafe")
 
 
 def _sign_bits(
@@ -154,16 +198,20 @@ def _sign_bits(
     magnitude: NDArray[np.int16],
     code: NDArray[np.int16],
     zero_sign: ZeroSign,
+    out: NDArray[np.int16],
 ) -> NDArray[np.int16]:
     """Bit 3 of every code, as int16 0 or 8."""
-    sign = (word >> np.int16(12)) & np.int16(E2M1_SIGN)
+    np.right_shift(word, np.int16(12), out=out)
+    out &= np.int16(E2M1_SIGN)
     if zero_sign is ZeroSign.UNDERFLOW:
-        sign *= magnitude != 0
+        negative_zero = word == np.int16(-0x8000)
+        if negative_zero.any():
+            out[negative_zero] = 0
     elif zero_sign is ZeroSign.DROP:
-        sign *= code != 0
+        out *= code != 0
     elif zero_sign is ZeroSign.SET:
-        np.maximum(sign, (magnitude == 0) * np.int16(E2M1_SIGN), out=sign)
-    return sign
+        out[magnitude == 0] = E2M1_SIGN
+    return out
 
 
 def _encode_exact(
@@ -175,9 +223,9 @@ def _encode_exact(
     for lower, midpoint in enumerate(E2M1_MIDPOINTS):
         up_at_tie = options.ties is TieRule.AWAY or (options.ties is TieRule.EVEN and lower % 2)
         code += scaled >= midpoint if up_at_tie else scaled > midpoint
-    word = np.where(np.signbit(values), np.int16(-0x8000), np.int16(0))
-    zero_or_not = (values != 0).astype(np.int16)
-    code |= _sign_bits(word, zero_or_not, code, options.zero_sign)
+    magnitude = (values != 0).astype(np.int16)
+    word = np.where(np.signbit(values), np.int16(-0x8000), np.int16(0)) + magnitude
+    code |= _sign_bits(word, magnitude, code, options.zero_sign, out=np.empty_like(code))
     return (code[:, 0::2] | (code[:, 1::2] << 4)).astype(np.uint8)
 
 
@@ -194,7 +242,8 @@ def _nearest(scaled: NDArray[np.float32], unit: float) -> NDArray[np.float32]:
     middle = np.rint(scaled * np.float32(1 / unit)) * np.float32(unit)
     high = np.rint(scaled * np.float32(0.5 / unit)) * np.float32(unit * 2)
     nearest = np.where(scaled < 2 * unit, low, np.where(scaled < 4 * unit, middle, high))
-    return np.minimum(nearest, np.float32(E2M1_VALUES[-1] * unit))
+    limited: NDArray[np.float32] = np.minimum(nearest, np.float32(E2M1_VALUES[-1] * unit))
+    return limited
 
 
 def _search(
@@ -231,7 +280,7 @@ def _error_change(
     return _tree_sum(change)
 
 
-def _tree_sum(terms: NDArray[np.floating]) -> NDArray[np.floating]:  # type: ignore[type-arg]
+def _tree_sum(terms: NDArray[Any]) -> NDArray[Any]:
     """Sum over a block in the order every backend keeps: neighbours first, then halves."""
     terms = terms[:, 0::2] + terms[:, 1::2]
     while terms.shape[1] > 1:
@@ -262,7 +311,7 @@ def _statistics(
     )
 
 
-def _sums(squares: NDArray[np.float32], byte: NDArray[np.int32]) -> tuple[int, ...]:
+def _sums(squares: NDArray[Any], byte: NDArray[np.int32]) -> tuple[int, ...]:
     sums = np.zeros(256, np.int64)
     unit = np.float32(2.0**SUM_UNIT_BITS)
     np.add.at(sums, byte, np.rint(_tree_sum(squares) * unit).astype(np.int64))
@@ -270,18 +319,46 @@ def _sums(squares: NDArray[np.float32], byte: NDArray[np.int32]) -> tuple[int, .
 
 
 def decode_blocks(
-    codes: NDArray[np.uint8], scales: NDArray[np.uint8], values: NDArray[np.float32]
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    out: NDArray[np.generic],
+    dtype: str,
 ) -> None:
-    """Decode `codes` [blocks, 16] and `scales` [blocks] into `values` float32 [blocks, 32].
+    """Decode `codes` [blocks, 16] and `scales` [blocks] into `out` [blocks, 32].
 
-    Byte 255 gives NaN for every element; 253 and 254 overflow to infinity where IEEE does.
+    `out` is uint16 for `dtype` "BF16" and float32 for "F32". Byte 255 gives NaN for every element;
+    253 and 254 overflow to infinity where IEEE does.
     """
     for start in range(0, len(codes), CHUNK_BLOCKS):
         part = slice(start, start + CHUNK_BLOCKS)
-        scale = np.ldexp(np.float32(1), scales[part].astype(np.int32) - E8M0_BIAS)
-        scale[scales[part] == E8M0_NAN] = np.nan
-        out = values[part].reshape(-1, BLOCK_SIZE // 2, 2)
-        out[..., 0] = _SIGNED_VALUES[codes[part] & 15]
-        out[..., 1] = _SIGNED_VALUES[codes[part] >> 4]
-        with np.errstate(over="ignore", invalid="ignore"):
-            values[part] *= scale[:, None]
+        byte = scales[part]
+        if dtype == "F32":
+            _decode_floats(codes[part], byte, out[part].view(np.float32))
+            continue
+        words = out[part].view(np.uint16)
+        _decode_words(codes[part], byte, words)
+        rare = np.flatnonzero((byte < NORMAL_FROM) | (byte > MAX_SCALE_BYTE))
+        if len(rare):
+            values = np.empty((len(rare), BLOCK_SIZE), np.float32)
+            _decode_floats(codes[part][rare], byte[rare], values)
+            words[rare] = values.view(np.uint32) >> np.uint32(16)
+
+
+def _decode_floats(
+    codes: NDArray[np.uint8], byte: NDArray[np.uint8], values: NDArray[np.float32]
+) -> None:
+    np.take(_FLOAT_PAIRS, codes, out=values.view(np.float64), mode="clip")
+    scale = np.ldexp(np.float32(1), byte.astype(np.int32) - E8M0_BIAS)
+    scale[byte == E8M0_NAN] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= scale[:, None]
+
+
+def _decode_words(
+    codes: NDArray[np.uint8], byte: NDArray[np.uint8], words: NDArray[np.uint16]
+) -> None:
+    """BF16 words where every element but zero is normal: the exponent is added to those."""
+    exponent = ((byte.astype(np.uint32) - E8M0_BIAS) << np.uint32(7)) & np.uint32(0xFFFF)
+    pair = np.take(_NOT_ZERO_PAIRS, codes, mode="clip")
+    pair &= (exponent | (exponent << np.uint32(16)))[:, None]
+    np.add(pair.view(np.uint16), _WORD_PAIRS[codes].view(np.uint16), out=words)

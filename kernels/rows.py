@@ -7,13 +7,14 @@ interpreter lock while the C codec works.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mxfp4.errors import DtypeError, NonFiniteError, RecipeError, ShapeError
-from mxfp4.kernels import fallback
+from mxfp4.kernels.backends import block_codec
+from mxfp4.kernels.fallback import float_values
 from mxfp4.spec import BLOCK_BYTES, BLOCK_SIZE, E8M0_NAN, CodecOptions, ScaleRule
 from mxfp4.statistics import TensorStatistics
 
@@ -21,6 +22,9 @@ __all__ = ["CodecOptions", "EncodedRows", "TensorStatistics", "decode_rows", "en
 
 SOURCE_WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
 """Source dtypes by their safetensors names, with their bytes per value."""
+
+_BYTE = np.dtype(np.uint8)
+_Kind = TypeVar("_Kind", bound=np.generic)
 
 NanScale = Literal["raise", "nan"]
 
@@ -42,7 +46,7 @@ def encode_rows(
     codes: NDArray[np.uint8] | None = None,
     scales: NDArray[np.uint8] | None = None,
     statistics: bool = False,
-    importance: NDArray[np.floating] | None = None,  # type: ignore[type-arg]
+    importance: NDArray[np.floating] | None = None,
 ) -> EncodedRows:
     """Encode rows of raw bits in blocks of 32 along the last axis.
 
@@ -56,10 +60,10 @@ def encode_rows(
     """
     blocks = _source_blocks(source, dtype)
     rows, columns = source.shape
-    codes = _output(codes, (rows, columns // 2), "codes")
-    scales = _output(scales, (rows, columns // BLOCK_SIZE), "scales")
+    codes = _output(codes, (rows, columns // 2), "codes", _BYTE)
+    scales = _output(scales, (rows, columns // BLOCK_SIZE), "scales", _BYTE)
     weights = _importance(importance, columns, options)
-    bad, found = fallback.encode_blocks(
+    bad, found = block_codec().encode_blocks(
         blocks,
         dtype,
         options,
@@ -79,12 +83,14 @@ def decode_rows(
     dtype: str = "BF16",
     *,
     nan_scale: NanScale = "raise",
+    out: NDArray[np.generic] | None = None,
 ) -> NDArray[np.generic]:
     """Decode `codes` uint8 [N, K/2] and `scales` uint8 [N, K/32] to raw bits [N, K] of `dtype`.
 
     Returns uint16 for "BF16" and "F16", float32 for "F32". BF16 and F32 hold every element exactly;
     codes 4 to 7 of scale bytes 253 and 254 can be beyond their range and become infinite. F16 is
-    rounded. Scale byte 255 raises `ShapeError` unless `nan_scale` is "nan".
+    rounded. `out` is filled and returned when given. Scale byte 255 raises `NonFiniteError` unless
+    `nan_scale` is "nan".
     """
     if dtype not in SOURCE_WIDTH:
         raise DtypeError(f"cannot decode to {dtype!r}", hint=f"one of {', '.join(SOURCE_WIDTH)}")
@@ -93,18 +99,19 @@ def decode_rows(
         raise ShapeError(f"codes {list(codes.shape)} and scales {list(scales.shape)} do not match")
     if nan_scale == "raise" and (scales == E8M0_NAN).any():
         raise _nan_scale_error(scales)
-    values = np.empty((rows, columns), np.float32)
-    fallback.decode_blocks(
+    bits = np.dtype(np.float32 if dtype == "F32" else np.uint16)
+    result: NDArray[np.generic] = _output(out, (rows, columns), "out", bits)
+    floats = np.empty((rows, columns), np.float32) if dtype == "F16" else result
+    block_codec().decode_blocks(
         np.ascontiguousarray(codes).reshape(-1, BLOCK_BYTES),
         np.ascontiguousarray(scales).reshape(-1),
-        values.reshape(-1, BLOCK_SIZE),
+        floats.reshape(-1, BLOCK_SIZE),
+        "BF16" if dtype == "BF16" else "F32",
     )
-    if dtype == "F32":
-        return values
     if dtype == "F16":
         with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+            result.view(np.float16)[...] = floats
+    return result
 
 
 def _nan_scale_error(scales: NDArray[np.uint8]) -> NonFiniteError:
@@ -134,19 +141,20 @@ def _source_blocks(source: NDArray[np.generic], dtype: str) -> NDArray[np.generi
 
 
 def _output(
-    given: NDArray[np.uint8] | None, shape: tuple[int, int], name: str
-) -> NDArray[np.uint8]:
+    given: NDArray[_Kind] | None, shape: tuple[int, int], name: str, dtype: np.dtype[_Kind]
+) -> NDArray[_Kind]:
     if given is None:
-        return np.empty(shape, np.uint8)
-    if given.dtype != np.uint8 or given.shape != shape or not given.flags.c_contiguous:
+        return np.empty(shape, dtype)
+    if given.dtype != dtype or given.shape != shape or not given.flags.c_contiguous:
         raise ShapeError(
-            f"{name} must be contiguous uint8 {list(shape)}, seen {given.dtype} {list(given.shape)}"
+            f"{name} must be contiguous {dtype} {list(shape)}, "
+            f"seen {given.dtype} {list(given.shape)}"
         )
     return given
 
 
 def _importance(
-    importance: NDArray[np.floating] | None,  # type: ignore[type-arg]
+    importance: NDArray[np.floating] | None,
     columns: int,
     options: CodecOptions,
 ) -> NDArray[np.float32] | None:
@@ -169,6 +177,6 @@ def _importance(
 def _first_non_finite(
     blocks: NDArray[np.generic], dtype: str, block: int, columns: int
 ) -> tuple[int, int]:
-    values = fallback.float_values(blocks[block], dtype)
+    values = float_values(blocks[block], dtype)
     position = block * BLOCK_SIZE + int(np.argmin(np.isfinite(values)))
     return position // columns, position % columns

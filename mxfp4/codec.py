@@ -92,9 +92,9 @@ def dequantize(
     check_dtype(dtype)
     if nan_scale == "raise":
         check_scales(t.scales)
-    element = decode_elements(unpack_codes(t.codes)).unflatten(-1, (-1, BLOCK_SIZE))
-    value = element * decode_scales(t.scales).unsqueeze(-1)
-    return value.flatten(-2).to(dtype).movedim(-1, t.axis)
+    element = _split(decode_elements(unpack_codes(t.codes)))
+    value = (element * decode_scales(t.scales).unsqueeze(-1)).flatten(-2)
+    return value.to(dtype).movedim(-1, t.axis)
 
 
 def encode_blocks(
@@ -223,7 +223,12 @@ def _blocks(
         weights = importance.float().reshape(-1, BLOCK_SIZE)
     check_finite(x)
     rows = x.detach().movedim(axis, -1).float().contiguous()
-    return rows.unflatten(-1, (-1, BLOCK_SIZE)), weights
+    return _split(rows), weights
+
+
+def _split(rows: torch.Tensor) -> torch.Tensor:
+    """[..., K] as [..., K/32, 32]."""
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
 
 
 def _tensor(codes: torch.Tensor, byte: torch.Tensor, shape: torch.Size, axis: int) -> MXTensor:

@@ -27,15 +27,15 @@ def encode_elements(
     >>> encode_elements(torch.tensor([0.0, 0.25, -0.75, 5.0, -100.0])).tolist()
     [0, 0, 10, 6, 15]
     """
-    source = scaled if source is None else source
+    signed = scaled if source is None else source
     code = nearest_magnitudes(scaled.abs(), ties)
-    negative = source.signbit()
+    negative = signed.signbit()
     if zero_sign is ZeroSign.UNDERFLOW:
-        negative &= source != 0
+        negative &= signed != 0
     elif zero_sign is ZeroSign.DROP:
         negative &= code != 0
     elif zero_sign is ZeroSign.SET:
-        negative |= source == 0
+        negative |= signed == 0
     return code | (negative.to(torch.uint8) * E2M1_SIGN)
 
 

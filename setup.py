@@ -45,9 +45,10 @@ class BuildCodec(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build the library, or say once why there is none."""
-        build = builder()
+        build, library = builder(), Path(self.get_ext_fullpath(ext.name))
+        library.unlink(missing_ok=True)  # of an earlier build
         try:
-            build.build(Path(self.get_ext_fullpath(ext.name)))
+            build.build(library)
         except build.BuildError as error:
             self.warn(NOTICE.format(reason=error))
 

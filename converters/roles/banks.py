@@ -41,8 +41,8 @@ def bank_layout(scene: Scene, container: Path, facts: ModelFacts) -> BankLayout:
                 outside[leaf] = shape
             elif words.FFN_IN.fullmatch(stem):
                 inside[leaf] = shape
-    if "linear_v" in inside and "linear_1" in scene.leaves[container]:
-        outside["linear_1"] = scene.weights[(*container, "linear_1")]
+    if "linear_v" in inside and "linear_1" in inside:
+        outside["linear_1"] = inside.pop("linear_1")
     widths = _widths(scene, container, facts)
     for name, (_, a, b) in inside.items():
         for _, c, d in outside.values():

@@ -31,8 +31,8 @@ RULES: tuple[Callable[[View], Verdict | None], ...] = (
     keep_rules.convolution,
     moe_rules.router,
     moe_rules.latent,
-    moe_rules.expert,
     moe_rules.one_row,
+    moe_rules.expert,
     moe_rules.shared_expert,
     linear_rules.state,
     linear_rules.mixer,
@@ -46,6 +46,10 @@ _PLACE_ROLES = {
     Place.SPEECH: Role.OTHER_LINEAR,
     Place.MTP: Role.MTP,
 }
+
+_PROJECTIONS = frozenset(
+    {Role.EXPERT, Role.SHARED_EXPERT, Role.MLP, Role.ATTENTION, Role.ATTENTION_GATE}
+)
 
 
 def classify(
@@ -80,7 +84,8 @@ def _judge_member(found: Survey, kind: int, setting: int) -> _Stamp:
         scene,
         found.facts,
         container,
-        family.layer_at is not None and not late,
+        family.layer_at is not None,
+        late,
     )
     return _Stamp(judge(view, found, late), family, container)
 
@@ -96,8 +101,8 @@ def judge(view: View, found: Survey, late: bool) -> Verdict:
     if place is Place.TRUNK:
         return found.correct_axis(view, verdict)
     role = _PLACE_ROLES[place]
-    if place is not Place.MTP and view.rank >= 3 and verdict.role is Role.EXPERT:
-        verdict = _unknown(view)
+    if place is Place.SPEECH and verdict.recognised and verdict.role not in _PROJECTIONS:
+        return verdict
     if verdict.role in (Role.EMBEDDING, Role.CONV) and view.leaf != "linear":
         verdict = replace(verdict, axis=None)
     return verdict.inside(role, f"in a {place.value} ({reason}): {verdict.evidence}")

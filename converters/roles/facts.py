@@ -70,6 +70,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def nests_text(config: Mapping[str, Any]) -> bool:
+    """Whether the text model is one of several parts of the model."""
+    return any(isinstance(config.get(key), Mapping) for key in _NESTED[:4])
+
+
 def read_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Facts from a config; whatever it does not say stays empty."""
     text = text_config(config)

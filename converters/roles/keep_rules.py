@@ -77,7 +77,7 @@ def table(view: View) -> Verdict | None:
     axis = view.rank - 1 if view.rank >= 2 else None
     if any(words.HEAD.fullmatch(part) for part in view.path):
         return Verdict(Role.LM_HEAD, "an output head by name", axis if view.rank == 2 else None)
-    if not view.in_layer and leaf in words.TOP_HEAD and view.rank == 2:
+    if (view.late or not view.in_layer) and leaf in words.TOP_HEAD and view.rank == 2:
         return Verdict(Role.LM_HEAD, f"'{leaf}' outside the layers is an output head", axis)
     near = view.family.words[-2:]
     named = any(words.EMBEDDING.fullmatch(part) for part in near) and view.rank >= 2

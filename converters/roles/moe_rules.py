@@ -99,9 +99,11 @@ def expert(view: View) -> Verdict | None:
     if view.family.parameter not in WEIGHTS or view.rank not in (2, 3, 4):
         return None
     if view.container is None:
-        return _bare_bank(view)
+        return _bare_bank(view) or _bare_flattened(view)
     index = expert_index(view.path, view.container)
     if view.rank == 2 and index is not None:
+        if view.leaf in words.ROUTER_WORDS and not _is_projection_gate(view):
+            return None
         text = f"a matrix of one expert in '{view.path[view.container]}'"
         return Verdict(Role.EXPERT, text, 1, group=_group(view, view.container))
     if view.rank == 2:
@@ -128,6 +130,17 @@ def _bare_bank(view: View) -> Verdict | None:
     if view.shape[0] in view.facts.expert_counts:
         return _stacked(view, Role.EXPERT, (len(view.path) - 1, "experts"))
     return None
+
+
+def _bare_flattened(view: View) -> Verdict | None:
+    """`w1` and `w2` of one shape `[E*I, H]` beside a router: experts under no container."""
+    around = view.scene.matrices_under(view.path[:-1])
+    routers = [name for name in around if words.ROUTER.fullmatch(name) or name == "gate"]
+    if view.rank != 2 or not routers or not view.in_layer:
+        return None
+    if view.leaf not in ("w1", "w2", "w3", "v1") or around.get("w1") != around.get("w2"):
+        return None
+    return _flattened(view, len(view.path) - 2)
 
 
 def _stacked(view: View, role: Role, group: tuple[int, str]) -> Verdict:

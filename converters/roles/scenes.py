@@ -90,8 +90,5 @@ def find_container(path: Path, counted: frozenset[int]) -> int | None:
 
 def expert_index(path: Path, container: int) -> int | None:
     """Position of the part that numbers the experts: `experts.#`, `expert_#`, `experts.w1.#`."""
-    if "#" in path[container]:
-        return container
-    if "#" in path[container + 1]:
-        return container + 1
-    return len(path) - 1 if path[-1] == "#" else None
+    numbered = (at for at in range(container, len(path)) if "#" in path[at])
+    return next(numbered, None)

@@ -9,14 +9,14 @@ from typing import Any
 
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.roles import words
-from mxfp4.converters.roles.facts import ModelFacts, complete_facts, read_facts
+from mxfp4.converters.roles.facts import ModelFacts, complete_facts, nests_text, read_facts
 from mxfp4.converters.roles.names import Family, parse_family, split_name
 from mxfp4.converters.roles.places import Place, place_of
 from mxfp4.converters.roles.scenes import Member, Scene, build_scene, find_container
 from mxfp4.converters.roles.view import Verdict, View
 
 _TOWER_SHARE = 0.25
-"""A stack is the text trunk if at least this share of its matrices has a side of its width."""
+"""A stack is foreign if fewer of its matrices than this share have a side of the trunk's width."""
 
 _ROOT = ("", "")
 
@@ -128,7 +128,7 @@ def _assemble(
         [(scenes[kinds], late) for kinds, late in settings],
         rows,
         containers,
-        _foreign_stacks(members, facts),
+        _foreign_stacks(members, facts, config),
     )
 
 
@@ -179,19 +179,29 @@ def _measure(
     return complete_facts(stated, tables, norms, counts, banks)
 
 
-def _foreign_stacks(members: list[Member], facts: ModelFacts) -> frozenset[str]:
-    total: dict[str, int] = defaultdict(int)
-    fitting: dict[str, int] = defaultdict(int)
-    widths = set(facts.expert_widths) | {facts.hidden_size}
-    for member in members:
-        family = member.family
-        if family.layer_at is None or len(member.shape) not in (2, 3):
-            continue
-        if member.dtype not in ("BF16", "F16", "F32"):
-            continue
-        stack = ".".join(family.prefix)
-        total[stack] += 1
-        fitting[stack] += any(side in widths for side in member.shape)
+def _foreign_stacks(
+    members: list[Member], facts: ModelFacts, config: Mapping[str, Any] | None
+) -> frozenset[str]:
+    """Stacks of another width than the text trunk, and encoders beside a nested text model."""
     if not facts.hidden_size:
         return frozenset()
-    return frozenset(s for s, count in total.items() if fitting[s] < _TOWER_SHARE * count)
+    fits: dict[str, list[bool]] = defaultdict(list)
+    norms: dict[str, set[int]] = defaultdict(set)
+    widths = {*facts.expert_widths, facts.hidden_size}
+    for member in members:
+        family, shape = member.family, member.shape
+        if family.layer_at is None or member.dtype not in ("BF16", "F16", "F32"):
+            continue
+        stack = ".".join(family.prefix)
+        if len(shape) in (2, 3):
+            fits[stack].append(any(side in widths for side in shape))
+        elif len(shape) == 1 and len(family.words) == 1 and words.NORM.fullmatch(family.leaf):
+            norms[stack].add(shape[0])
+    nested = config is not None and nests_text(config)
+    return frozenset(
+        stack
+        for stack, flags in fits.items()
+        if sum(flags) < _TOWER_SHARE * len(flags)
+        or (norms[stack] and facts.hidden_size not in norms[stack])
+        or (nested and "encoder" in stack.split(".") and len(fits) > 1)
+    )

@@ -17,7 +17,7 @@ WEIGHTS = frozenset({"", "weight", "weight_packed", "packed", "blocks", "qweight
 @dataclass(frozen=True, slots=True)
 class View:
     """One member of a family in its scene. `container` is the position of the experts' container
-    in the path; `in_layer` is False outside the stacks."""
+    in the path; `in_layer` is False outside the stacks, `late` is True in a prediction layer."""
 
     family: Family
     shape: Shape
@@ -26,6 +26,7 @@ class View:
     facts: ModelFacts
     container: int | None
     in_layer: bool
+    late: bool = False
 
     @property
     def path(self) -> Path:
@@ -78,4 +79,11 @@ class Verdict:
 
     def inside(self, role: Role, evidence: str) -> Verdict:
         """The same tensor, seen as part of something that has a role of its own."""
-        return replace(self, role=role, evidence=evidence, inner=self.role, recognised=True)
+        return replace(
+            self,
+            role=role,
+            evidence=evidence,
+            kind=Kind.PLAIN,
+            inner=self.role,
+            recognised=True,
+        )

@@ -162,7 +162,7 @@ QKV_LEAVES = re.compile(
     r"[qkv]_proj|[qkv]|w[qkv]|w_[qkv]|[qkv]_lin|[qkv]_linear|query|key|value|queries|keys|values"
     r"|to_[qkv]|(query|key|value)_proj|(q|k|v|kv|qk|qkv)_proj|qkv|w_?qkv|qkv_linear|w_?pack"
     r"|query_key_value|c_attn|q_attn|in_proj_qkvz?|in_proj_(q|k|v|qk|kv)|to_(kv|qkv)|wkv|kv"
-    r"|qkv_layer|fused_qkv.*|attention_qkv|attn_qkv|kv_proj|key_value|self_attention_qkv"
+    r"|qkv_layer|linear_qkv|fused_qkv.*|attention_qkv|attn_qkv|kv_proj|key_value|self_attention_qkv"
 )
 """Projections from the residual stream into attention."""
 
@@ -182,7 +182,7 @@ OUTPUT_LEAVES = re.compile(
 ATTENTION_GATE = re.compile(
     r"g_proj|gate_proj|gate|output_gate(_proj)?|out_gate|og_proj|wg|wgate|g|in_proj_z|z_proj"
     r"|attn_gate(_proj)?|o_gate(_proj)?|head_gate(_proj)?|gate_linear|w_gate|gating|.*sink_proj"
-    r"|attention_gate(_proj)?|g_linear|gate_.*_proj"
+    r"|attention_gate(_proj)?|g_linear|.*gate.*_proj"
 )
 """Gates on the output of attention."""
 
@@ -216,3 +216,22 @@ FUSED_IN: dict[str, tuple[str, str]] = {
     "w12": ("w1", "w2"),
 }
 """Leaves that hold two projections, and the names of the two in stored order."""
+
+LEAF_WRAPPERS = word_set("linear base_layer linear_layer inner_linear wrapped")
+"""Leaves that say nothing: the module around them has the name."""
+
+PROJECTION = re.compile(r".*proj|.*qkv.*|w[qkvo123]|w_[a-z]+|[qkvo]|fc[123]|query|key|value|dense")
+"""Names of single projections that a leaf wrapper may stand under."""
+
+ATTENTION_WRAPPERS = word_set("self output qkv_proj out_proj attn_module inner")
+"""What may stand between an attention segment and its projections."""
+
+FFN_WRAPPERS = word_set("w_in w_out net inner intermediate output")
+"""What may stand between a feed-forward segment and its projections."""
+
+GATE_PARENT = re.compile(r"(.*_)?(gate|gating)(_mlp|_net.*)?")
+"""A parent that makes a small network a gate."""
+
+DIRECT_ATTENTION = re.compile(r"att_proj|attn_(out|qkv|q|k|v|output)")
+DIRECT_FFN = re.compile(r"ff_(proj|out)|ffn_(gate|up|down)")
+"""Projections that carry the name of their block and stand directly in the layer."""

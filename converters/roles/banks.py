@@ -31,7 +31,23 @@ class BankLayout:
 
 
 def bank_layout(scene: Scene, container: Path, facts: ModelFacts) -> BankLayout:
-    """Compare the tensors that enter the experts with those that leave them."""
+    """Compare the tensors that enter the experts with those that leave them.
+
+    Where a bank alone does not tell, another bank of the same layer with the same words does.
+    """
+    layout = _own_layout(scene, container, facts)
+    if layout.input_major is not None:
+        return layout
+    for other, leaves in scene.leaves.items():
+        if other != container and leaves & scene.leaves.get(container, set()):
+            found = _own_layout(scene, other, facts)
+            if found.input_major is not None:
+                text = f"{layout.evidence}; stored like '{'.'.join(other)}': {found.evidence}"
+                return BankLayout(found.input_major, layout.fused, text)
+    return layout
+
+
+def _own_layout(scene: Scene, container: Path, facts: ModelFacts) -> BankLayout:
     inside: dict[str, Shape] = {}
     outside: dict[str, Shape] = {}
     for leaf, shape in scene.matrices_under(container).items():

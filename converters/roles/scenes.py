@@ -27,10 +27,14 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Scene:
-    """The weights and biases of one layer by module path (or of everything outside layers)."""
+    """The weights and biases of one layer by module path (or of everything outside layers).
+
+    `mixed` holds paths whose numbered members differ in shape, like the parts of a Sequential.
+    """
 
     weights: dict[Path, Shape] = field(default_factory=dict)
     biases: dict[Path, Shape] = field(default_factory=dict)
+    mixed: set[Path] = field(default_factory=set)
     leaves: dict[Path, set[str]] = field(default_factory=dict)
     expert_blocks: set[Path] = field(default_factory=set)
 
@@ -62,9 +66,11 @@ def build_scene(members: Iterable[Member], container_of: Mapping[Family, int | N
             continue
         scene.leaves.setdefault(path[:-1], set()).add(path[-1])
         if member.family.parameter == "bias" or path[-1].endswith("_bias"):
-            scene.biases[path] = member.shape
+            known = scene.biases.setdefault(path, member.shape)
         else:
-            scene.weights.setdefault(path, member.shape)
+            known = scene.weights.setdefault(path, member.shape)
+        if known != member.shape:
+            scene.mixed.add(path)
         container = container_of[member.family]
         if container is not None:
             scene.expert_blocks.add(path[:container])

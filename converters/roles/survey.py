@@ -59,6 +59,8 @@ class Survey:
 
 def _input_major(view: View) -> bool:
     rows, columns = view.shape
+    if view.path in view.scene.mixed:
+        return False
     if rows != columns:
         lengths = view.scene.biases.get(view.path)
         return lengths == (columns,)

@@ -160,7 +160,7 @@ FFN = re.compile(
 
 QKV_LEAVES = re.compile(
     r"[qkv]_proj|[qkv]|w[qkv]|w_[qkv]|[qkv]_lin|[qkv]_linear|query|key|value|queries|keys|values"
-    r"|to_[qkv]|(query|key|value)_proj|(q|k|v|kv|qk|qkv)_proj|qkv|w_?qkv|qkv_linear|w_?pack"
+    r"|to_[qkv]|project_[qkv]|(query|key|value)_proj|(q|k|v|kv|qk|qkv)_proj|qkv|w_?qkv|qkv_linear|w_?pack"
     r"|query_key_value|c_attn|q_attn|in_proj_qkvz?|in_proj_(q|k|v|qk|kv)|to_(kv|qkv)|wkv|kv"
     r"|qkv_layer|linear_qkv|fused_qkv.*|attention_qkv|attn_qkv|kv_proj|key_value|self_attention_qkv"
 )
@@ -174,7 +174,7 @@ MLA_LEAVES = re.compile(
 
 OUTPUT_LEAVES = re.compile(
     r"o_proj|out_proj|wo|w_o|o|o_lin|out_lin|dense|c_proj|proj|out|output_proj|to_out|linear_out"
-    r"|attn_out|wout|w_out|o_linear|out_linear|attention_output|proj_out|output|linear_proj"
+    r"|attn_out|attention_out|wout|w_out|o_linear|out_linear|attention_output|proj_out|output|linear_proj"
     r"|final_linear|output_dense"
 )
 """Projections from attention back into the residual stream."""
@@ -191,14 +191,14 @@ FFN_IN = re.compile(
     r"|w_in|gate_up|wi(_\d+|_gate|_up)?|c_fc(_\d+)?|fc_in|dense_h_to_4h(_gate|_up|\d*)?|lin1|linear_?1"
     r"|input_linear|in_proj|gate|up|linear_v|linear|fc11|fc12|w_gate|w_up|gate_linear|up_linear"
     r"|linear_fc1|h_to_4h|dense_1|ff1|intermediate|weight_gate|weight_up|merged_linear|w_1|w_3"
-    r"|gate_and_up_proj|w_gate_up|ffn_gate|ffn_up|key|xw"
+    r"|gate_and_up_proj|proj_up(_gate)?|layer_1|w_0|w_gate_up|ffn_gate|ffn_up|key|xw"
 )
 """Projections from the residual stream into a feed-forward block."""
 
 FFN_OUT = re.compile(
     r"down_proj|w2|fc2|fc_2|wo|w_out|c_proj|fc_out|dense_4h_to_h|lin2|linear_?2|output_linear"
     r"|out_proj|down|linear_1|w_down|down_linear|linear_fc2|4h_to_h|dense_2|ff2|weight_down|w_2"
-    r"|output|proj_2|ffn_down|ff_out|value"
+    r"|output|proj_2|proj_down|layer_2|ffn_down|ff_out|value"
 )
 """Projections from a feed-forward block back into the residual stream."""
 

@@ -155,6 +155,8 @@ def feed_forward(view: View) -> Verdict | None:
 
 
 def _pair_in_layer(view: View) -> bool:
+    if "#" in view.path:
+        return False
     around = view.scene.matrices_under(view.path[:-1])
     swapped = view.shape[::-1]
     return any(

@@ -164,6 +164,7 @@ def _measure(
     seen_indices: Mapping[Family, list[set[str]]],
 ) -> ModelFacts:
     tables, norms, counts, banks = [], [], [], []
+    rows = {member.shape[0] for member in members if _looks_like_router(member)}
     for member in members:
         family, shape = member.family, member.shape
         place = place_of(family)[0]
@@ -176,9 +177,14 @@ def _measure(
         container = containers[family]
         if container is not None and "#" in family.path[container:]:
             counts.append(max(len(seen) for seen in seen_indices[family][1:] or [set()]))
-        elif container is not None and len(shape) == 3:
+        elif len(shape) == 3 and (container is not None or shape[0] in rows):
             banks.append(shape[0])
     return complete_facts(stated, tables, norms, counts, banks)
+
+
+def _looks_like_router(member: Member) -> bool:
+    named = any(words.ROUTER.fullmatch(part) or part == "gate" for part in member.family.path)
+    return named and len(member.shape) == 2
 
 
 def _foreign_stacks(

@@ -32,6 +32,8 @@ def place_of(family: Family) -> tuple[Place, str]:
             continue
         if place in (Place.MTP, Place.SPEECH):
             break
+        if place is Place.PROJECTOR and found is Place.TOWER:
+            continue
         place, reason = found, segment
     return place, reason
 

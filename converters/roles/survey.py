@@ -16,7 +16,7 @@ from mxfp4.converters.roles.scenes import Member, Scene, build_scene, find_conta
 from mxfp4.converters.roles.view import Verdict, View
 
 _TOWER_SHARE = 0.25
-"""A stack is foreign if fewer of its matrices than this share have a side of the trunk's width."""
+"""A stack without norms is foreign if fewer of its matrices have a side of the trunk's width."""
 
 _ROOT = ("", "")
 
@@ -201,7 +201,7 @@ def _foreign_stacks(
         if family.layer_at is None or member.dtype not in ("BF16", "F16", "F32"):
             continue
         stack = ".".join(family.prefix)
-        if len(shape) in (2, 3):
+        if len(shape) in (2, 3) and not words.STATE_ALWAYS.fullmatch(family.leaf):
             fits[stack].append(any(side in widths for side in shape))
         elif len(shape) == 1 and len(family.words) == 1 and words.NORM.fullmatch(family.leaf):
             norms[stack].add(shape[0])
@@ -209,7 +209,7 @@ def _foreign_stacks(
     return frozenset(
         stack
         for stack, flags in fits.items()
-        if sum(flags) < _TOWER_SHARE * len(flags)
-        or (norms[stack] and facts.hidden_size not in norms[stack])
+        if (norms[stack] and facts.hidden_size not in norms[stack])
+        or (not norms[stack] and sum(flags) < _TOWER_SHARE * len(flags))
         or (nested and "encoder" in stack.split(".") and len(fits) > 1)
     )

@@ -210,13 +210,13 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise CorruptCheckpointError(
             "its weight_map is empty", file=INDEX_NAME, hint="download the index again"
         )
-    for tensor, name in weight_map.items():
+    for name in set(weight_map.values()):
         parts = PurePosixPath(name).parts
         if not parts or "\\" in name or name.startswith("/") or ".." in parts:
             raise CorruptCheckpointError(
                 f"the index points outside the folder: {name!r}",
                 file=INDEX_NAME,
-                tensor=tensor,
+                tensor=next(tensor for tensor, file in weight_map.items() if file == name),
                 hint="an index may only name files in its own folder; do not use this checkpoint "
                 "unless you trust where it comes from",
             )

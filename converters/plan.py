@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,6 +72,10 @@ class Task:
             layout.codes(self.module, rows, columns),
             layout.scales(self.module, rows, columns),
         )
+
+    def byte_count(self, layout: OutputFormat) -> int:
+        """Bytes of the tensors this task writes."""
+        return sum(info.byte_count for info in self.outputs(layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +218,3 @@ def _task_row(task: Task) -> list[Any]:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def byte_total(tasks: Sequence[Task], layout: OutputFormat) -> int:
-    """Bytes of the tensors that some tasks write."""
-    return sum(info.byte_count for task in tasks for info in task.outputs(layout))

@@ -20,7 +20,6 @@ from mxfp4.converters.plan import (
     Plan,
     PlannedTensor,
     Task,
-    byte_total,
 )
 from mxfp4.converters.reader import MatrixView
 from mxfp4.converters.recipe import Recipe
@@ -141,18 +140,18 @@ def _fill_shards(
 ) -> tuple[OutputShard, ...]:
     """Group tasks into output files; a module's codes and scales are one task and never part."""
     groups: list[list[Task]] = [[]]
-    size = 0
+    sizes = [0]
     for number, tensor in enumerate(tensors):
         new_source = number > 0 and tensor.shard != tensors[number - 1].shard
         for task in tasks_of(tensor):
-            task_bytes = byte_total([task], layout)
-            full = size + task_bytes > options.max_shard_bytes
+            task_bytes = task.byte_count(layout)
+            full = sizes[-1] + task_bytes > options.max_shard_bytes
             if groups[-1] and (new_source if options.layout == "same" else full):
                 groups.append([])
-                size = 0
+                sizes.append(0)
             new_source = False
             groups[-1].append(task)
-            size += task_bytes
+            sizes[-1] += task_bytes
     if options.layout == "same":
         # Output folders are flat; a shard from a sub-folder keeps its path as part of its name.
         names = [checkpoint.shards[group[0].shard].name.replace("/", "-") for group in groups]
@@ -161,8 +160,8 @@ def _fill_shards(
         names = [f"model-{n + 1:05d}-of-{total:05d}.safetensors" for n in range(total)]
     _require_unique(groups, layout)
     return tuple(
-        OutputShard(name, tuple(group), byte_total(group, layout))
-        for name, group in zip(names, groups, strict=True)
+        OutputShard(name, tuple(group), size)
+        for name, group, size in zip(names, groups, sizes, strict=True)
     )
 
 

@@ -118,6 +118,7 @@ def convert(
             )
         except BaseException as error:
             log("error", type=type(error).__name__, message=str(error))
+            log.close()
             raise
         finally:
             meter.close()

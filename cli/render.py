@@ -67,10 +67,8 @@ def table(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
 
 
 def emit_json(value: Any) -> None:
-    """One JSON document on stdout, streamed so that large plans need no second copy."""
-    for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value):
-        sys.stdout.write(piece)
-    sys.stdout.write("\n")
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 @contextmanager

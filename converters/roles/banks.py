@@ -14,8 +14,8 @@ from mxfp4.converters.roles.facts import ModelFacts
 from mxfp4.converters.roles.scenes import Path, Scene, Shape
 from mxfp4.converters.roles.types import Arrangement, ExpertBank
 
-INTERLEAVED_MODELS = ("gpt_oss", "inkling")
-"""Beginnings of model types that alternate gate and up rows; names and shapes do not tell."""
+INTERLEAVED = (("gpt_oss", "gate_up_proj"), ("inkling", "w13"))
+"""Beginnings of model types, and the leaf whose rows alternate; shapes do not tell."""
 
 INPUT_MAJOR_MODELS = ("gpt_oss", "openai_privacy_filter", "llama4", "aria", "openmoe")
 """Model types that store `[E, K, N]`, asked only when every width is equal."""
@@ -52,7 +52,7 @@ def _own_layout(scene: Scene, container: Path, facts: ModelFacts) -> BankLayout:
     outside: dict[str, Shape] = {}
     for leaf, shape in scene.matrices_under(container).items():
         if len(shape) == 3 and not words.ROUTER.fullmatch(leaf):
-            stem = leaf.removesuffix("_weight")
+            stem = words.stem(leaf)
             if words.FFN_OUT.fullmatch(stem) and not words.FFN_IN.fullmatch(stem):
                 outside[leaf] = shape
             elif words.FFN_IN.fullmatch(stem):
@@ -78,7 +78,7 @@ def _alone(
 ) -> BankLayout:
     for name, (_, a, b) in inside.items():
         layout = _by_width(a, b, widths, facts)
-        return BankLayout(layout.input_major, name in words.FUSED_IN, layout.evidence)
+        return BankLayout(layout.input_major, words.stem(name) in words.FUSED_IN, layout.evidence)
     for _, c, d in outside.values():
         return _by_width(d, c, widths, facts)
     return BankLayout(None, False, "no projection of this bank has a name that tells its direction")
@@ -121,13 +121,13 @@ def projections_of(
     leaf: str, fused: bool, facts: ModelFacts
 ) -> tuple[tuple[str, ...], Arrangement]:
     """What lies along N: one projection, or two and in which order."""
-    stem = leaf.removesuffix("_weight")
-    pair = words.FUSED_IN.get(stem)
-    if pair is None and fused and not words.FFN_OUT.fullmatch(stem):
-        pair = ("gate_proj", "up_proj")
-    if pair is None or not (fused or stem in words.FUSED_IN):
+    stem = words.stem(leaf)
+    if not fused or words.FFN_OUT.fullmatch(stem):
         return (("down_proj",) if stem == "output_linear" else (stem,)), "single"
-    interleaved = facts.model_type.startswith(INTERLEAVED_MODELS)
+    interleaved = any(
+        facts.model_type.startswith(model) and stem == name for model, name in INTERLEAVED
+    )
+    pair = words.FUSED_IN.get(stem, ("gate_proj", "up_proj"))
     return pair, "interleaved" if interleaved else "concatenated"
 
 

@@ -123,7 +123,7 @@ def _group(view: View, container: int) -> tuple[int, str]:
 
 def _bare_bank(view: View) -> Verdict | None:
     """Rank 3 with one slice per expert and a feed-forward word, without an `experts` segment."""
-    stem = view.leaf.removesuffix("_weight")
+    stem = words.stem(view.leaf)
     known = words.FFN_IN.fullmatch(stem) or words.FFN_OUT.fullmatch(stem)
     if view.rank != 3 or not known or not view.in_layer:
         return None
@@ -167,7 +167,7 @@ def shared_expert(view: View) -> Verdict | None:
     at = next((i for i, part in enumerate(view.path) if words.SHARED.fullmatch(part)), None)
     if at is None or view.family.parameter not in WEIGHTS or view.rank not in (2, 3):
         return None
-    stem = view.leaf.removesuffix("_weight")
+    stem = words.stem(view.leaf)
     inward = words.FFN_IN.fullmatch(stem)
     outward = words.FFN_OUT.fullmatch(stem)
     if not inward and not outward:

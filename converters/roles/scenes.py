@@ -77,17 +77,18 @@ def build_scene(members: Iterable[Member], container_of: Mapping[Family, int | N
     return scene
 
 
-def find_container(path: Path, counted: frozenset[int]) -> int | None:
+def find_container(path: Path, counted: frozenset[int], in_layer: bool) -> int | None:
     """Position of the container of routed experts in a module path, None if there is none.
 
     `counted` holds the positions of indices that run over as many values as the model has
-    experts: such an index marks a container whatever its name.
+    experts: such an index marks a container whatever its name. Outside layers an index has to
+    follow.
     """
     for position, part in enumerate(path[:-1]):
         if words.SHARED.fullmatch(part):
             return None
         indexed = path[position + 1] == "#"
-        if words.EXPERTS.fullmatch(part):
+        if words.EXPERTS.fullmatch(part) and (indexed or in_layer):
             return position
         if indexed and (part in words.INDEXED_EXPERTS or position + 1 in counted):
             return position

@@ -154,7 +154,7 @@ def _container(family: Family, seen: list[set[str]], counts: frozenset[int]) -> 
             count = len(seen[family.slot_at(position)])
             if count in counts and count > 3:
                 counted.add(position)
-    return find_container(family.path, frozenset(counted))
+    return find_container(family.path, frozenset(counted), family.layer_at is not None)
 
 
 def _measure(

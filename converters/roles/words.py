@@ -10,6 +10,11 @@ from __future__ import annotations
 import re
 
 
+def stem(leaf: str) -> str:
+    """A leaf of a bank without what only says "weight", "shared" or "several"."""
+    return leaf.removesuffix("_weight").removeprefix("shared_").replace("projs", "proj")
+
+
 def word_set(text: str) -> frozenset[str]:
     """The words of a text."""
     return frozenset(text.split())
@@ -39,7 +44,7 @@ TOWER = re.compile(
     r".*(vision|visual|image|audio|speech|video|whisper|siglip|talker|code2wav|token2wav|vocoder"
     r"|code_predictor|codec|depth_decoder|diffusion|vqmodel|mimi|acoustic|pixtral).*"
     r"|vit|v?it_.*|.*_vit|vpm|apm|tts|sam(_.*)?|clip(_.*)?|.*_clip|vae|vq.*|dit|.*_dit|aligner_vit"
-    r"|patch_embed.*|flow|bigvgan|sound_.*"
+    r"|patch_embed.*|perception|flow|bigvgan|sound_.*"
 )
 """A prefix segment of a tower or a head that is not the text trunk."""
 
@@ -50,7 +55,7 @@ SPEECH_OUTPUT = re.compile(
 
 PROJECTOR = re.compile(
     r".*(projector|merger|connector|resampler|aligner|abstractor|perceiver|qformer|adapter)"
-    r"(?!.*lora).*|mm_.*|mlp1|embed_(vision|audio|video|image)|vl_proj|img_proj.*"
+    r"(?!.*lora).*|mm_.*|mlp1|patch_merge.*|embed_(vision|audio|video|image)|vl_proj|img_proj.*"
 )
 """A segment between a tower and the trunk."""
 
@@ -162,12 +167,12 @@ QKV_LEAVES = re.compile(
     r"[qkv]_proj|[qkv]|w[qkv]|w_[qkv]|[qkv]_lin|[qkv]_linear|query|key|value|queries|keys|values"
     r"|to_[qkv]|project_[qkv]|(query|key|value)_proj|(q|k|v|kv|qk|qkv)_proj|qkv|w_?qkv|qkv_linear|w_?pack"
     r"|query_key_value|c_attn|q_attn|in_proj_qkvz?|in_proj_(q|k|v|qk|kv)|to_(kv|qkv)|wkv|kv"
-    r"|qkv_layer|linear_qkv|fused_qkv.*|attention_qkv|attn_qkv|kv_proj|key_value|self_attention_qkv"
+    r"|qkv_layer|linear_qkv|gqkv_proj|w[qkv]_d[uv]|fused_qkv.*|attention_qkv|attn_qkv|kv_proj|key_value|self_attention_qkv"
 )
 """Projections from the residual stream into attention."""
 
 MLA_LEAVES = re.compile(
-    r"(q|kv)_[ab]_proj(_with_mqa)?|w(q|kv)_[ab]|(q|kv|k|v)_(down|up)_proj|(kv|q)_a|(kv|q)_b"
+    r"(q|kv)_[ab]_proj(_with_mqa)?|w(q|kv)_[ab](_with_mqa)?|(q|kv|k|v)_(down|up)_proj|(kv|q)_a|(kv|q)_b"
     r"|fused_qkv_a_proj(_with_mqa)?|qkv_a_proj(_with_mqa)?|wo_[ab]|o_[ab]_proj|(k|v)_b_proj"
     r"|w(k|v)_b|(q|kv)_(down|up)|linear_(q|kv)_(down|up)_proj|kv_a_proj"
 )
@@ -175,30 +180,30 @@ MLA_LEAVES = re.compile(
 OUTPUT_LEAVES = re.compile(
     r"o_proj|out_proj|wo|w_o|o|o_lin|out_lin|dense|c_proj|proj|out|output_proj|to_out|linear_out"
     r"|attn_out|attention_out|wout|w_out|o_linear|out_linear|attention_output|proj_out|output|linear_proj"
-    r"|final_linear|output_dense"
+    r"|final_linear|output_dense|wo_ud"
 )
 """Projections from attention back into the residual stream."""
 
 ATTENTION_GATE = re.compile(
     r"g_proj|gate_proj|gate|output_gate(_proj)?|out_gate|og_proj|wg|wgate|g|in_proj_z|z_proj"
     r"|attn_gate(_proj)?|o_gate(_proj)?|head_gate(_proj)?|gate_linear|w_gate|gating|.*sink_proj"
-    r"|attention_gate(_proj)?|g_linear|.*gate.*_proj"
+    r"|attention_gate(_proj)?|g_linear|gate_attn|linear_gate|.*gate.*_proj"
 )
 """Gates on the output of attention."""
 
 FFN_IN = re.compile(
     r"gate_proj|up_proj|w1|w3|v1|fc1|fc_1|fc3|fc_3|gate_up_proj|up_gate_proj|w12|w13|w1_w3|w31"
     r"|w_in|gate_up|wi(_\d+|_gate|_up)?|c_fc(_\d+)?|fc_in|dense_h_to_4h(_gate|_up|\d*)?|lin1|linear_?1"
-    r"|input_linear|in_proj|gate|up|linear_v|linear|fc11|fc12|w_gate|w_up|gate_linear|up_linear"
+    r"|input_linear|in_proj|gate|up|linear_v|linear|fc11|fc12|w_gate|w_up|gate_linear|linear_gate|up_linear"
     r"|linear_fc1|h_to_4h|dense_1|ff1|intermediate|weight_gate|weight_up|merged_linear|w_1|w_3"
-    r"|gate_and_up_proj|proj_up(_gate)?|layer_1|w_0|w_gate_up|ffn_gate|ffn_up|key|xw"
+    r"|gate_and_up_proj|proj_up(_gate)?|layer_1|w_0|w13_dn|w_gate_up|ffn_gate|ffn_up|key|xw"
 )
 """Projections from the residual stream into a feed-forward block."""
 
 FFN_OUT = re.compile(
     r"down_proj|w2|fc2|fc_2|wo|w_out|c_proj|fc_out|dense_4h_to_h|lin2|linear_?2|output_linear"
     r"|out_proj|down|linear_1|w_down|down_linear|linear_fc2|4h_to_h|dense_2|ff2|weight_down|w_2"
-    r"|output|proj_2|proj_down|layer_2|ffn_down|ff_out|value"
+    r"|output|proj_2|w2_md|proj_down|layer_2|ffn_down|ff_out|value"
 )
 """Projections from a feed-forward block back into the residual stream."""
 
@@ -210,7 +215,6 @@ FUSED_IN: dict[str, tuple[str, str]] = {
     "input_linear": ("gate_proj", "up_proj"),
     "w_gate_up": ("w_gate", "w_up"),
     "w13": ("w1", "w3"),
-    "w13_weight": ("w1", "w3"),
     "w1_w3": ("w1", "w3"),
     "w31": ("w3", "w1"),
     "w12": ("w1", "w2"),

@@ -187,9 +187,9 @@ FAMILIES = {
         language_model.model.layers.{l}.mlp.router.weight                    E,H     router 1
         language_model.model.layers.{l}.mlp.experts.fc1.weight               E,H,II  expert! 1
         language_model.model.layers.{l}.mlp.experts.fc2.weight               E,I,H   expert! 1
-        language_model.model.layers.{l}.mlp.shared_experts.gate_proj.weight  S,H     shared_expert! 1
+        language_model.model.layers.{l}.mlp.shared_experts.gate_proj.weight S,H shared_expert! 1
         multi_modal_projector.query                                          E,W     ? -
-        multi_modal_projector.cross_attn.q_proj.weight                       W,W     vision_projector 1
+        multi_modal_projector.cross_attn.q_proj.weight W,W vision_projector 1
         """,
     ),
     "openmoe": (
@@ -217,12 +217,12 @@ FAMILIES = {
     "moe-llava": (
         {**BASE, "moe": {"num_experts": [8]}},
         """
-        model.layers.{l}.mlp.deepspeed_moe.gate.wg.weight                                 E,H  router 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.gate_proj.weight I,H  expert! 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.up_proj.weight   I,H  expert! 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.down_proj.weight H,I  expert! 1
-        model.image_tower.image_tower.encoder.layers.{l}.mlp.fc1.weight                   HH,W vision 1
-        model.mm_projector.image_spatial_proj.0.weight                                    H,W  vision_projector 1
+        model.layers.{l}.mlp.deepspeed_moe.gate.wg.weight E,H router 1
+        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.gate_proj.weight I,H expert! 1
+        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.up_proj.weight I,H expert! 1
+        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.down_proj.weight H,I expert! 1
+        model.image_tower.image_tower.encoder.layers.{l}.mlp.fc1.weight HH,W vision 1
+        model.mm_projector.image_spatial_proj.0.weight H,W vision_projector 1
         """,
     ),
     "nomic-embed mixture": (
@@ -296,8 +296,13 @@ FAMILIES = {
         """,
     ),
     "switch transformers": (
-        {"d_model": 128, "num_layers": LAYERS, "vocab_size": 512, "num_experts": 8,
-         "is_encoder_decoder": True},
+        {
+            "d_model": 128,
+            "num_layers": LAYERS,
+            "vocab_size": 512,
+            "num_experts": 8,
+            "is_encoder_decoder": True,
+        },
         """
         encoder.block.{l}.layer.0.SelfAttention.q.weight                H,H  attention! 1
         encoder.block.{l}.layer.1.mlp.router.classifier.weight          E,H  router 1
@@ -478,8 +483,10 @@ FAMILIES = {
         """,
     ),
     "qwen2.5-omni": (
-        {"thinker_config": {"text_config": BASE, "audio_config": {}, "vision_config": {}},
-         "talker_config": {"hidden_size": 64}},
+        {
+            "thinker_config": {"text_config": BASE, "audio_config": {}, "vision_config": {}},
+            "talker_config": {"hidden_size": 64},
+        },
         """
         thinker.model.layers.{l}.self_attn.q_proj.weight    H,H  attention! 1
         thinker.model.layers.{l}.mlp.up_proj.weight         I,H  mlp! 1
@@ -511,7 +518,7 @@ FAMILIES = {
         model.layers.{l}.mlp.gate.weight                                       E,H  router 1
         model.sam_model.blocks.{l}.attn.qkv.weight                             WWW,W vision 1
         model.vision_model.transformer.layers.{l}.self_attn.qkv_proj.weight    WWW,W vision 1
-        model.projector.layers.weight                                          H,W  vision_projector 1
+        model.projector.layers.weight H,W vision_projector 1
         model.image_newline                                                    H    vision -
         """,
     ),
@@ -596,7 +603,7 @@ FAMILIES = {
 
 
 def parse_shape(text):
-    """`EI,H` is (E * I, H) when E starts a run, `HHH` three times H; `?24` and digits are literal."""
+    """`EI,H` is (E * I, H) where E starts a run, `HHH` is three times H, digits are literal."""
     shape = []
     for part in text.split(","):
         if part.lstrip("?").isdigit():

@@ -68,7 +68,11 @@ def mixtures():
 
 def reprefix(rows, prefix):
     old = next(
-        (p for p in KNOWN_PREFIXES if any(row[0].startswith((p + "layers.", p + "h.")) for row in rows)),
+        (
+            p
+            for p in KNOWN_PREFIXES
+            if any(row[0].startswith((p + "layers.", p + "h.")) for row in rows)
+        ),
         "",
     )
     for name, *rest in rows:
@@ -237,9 +241,7 @@ def test_routers(spelling):
 @pytest.mark.parametrize("spelling", SHARED)
 def test_shared_experts(spelling):
     for name, (config, rows) in mixtures().items():
-        mutated = list(
-            rename(rows, r"shared_(experts?|mlp)\.", spelling + ".", {"shared_expert"})
-        )
+        mutated = list(rename(rows, r"shared_(experts?|mlp)\.", spelling + ".", {"shared_expert"}))
         broken, missed, _, _ = judge(config, mutated)
         assert not broken
         assert not missed

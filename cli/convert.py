@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     help="What to do with a tensor whose contraction axis is no multiple of 32.",
 )
 @click.option(
-    "--workers", type=click.IntRange(1), help="Shards at a time.  [default: one per core]"
+    "--workers", type=click.IntRange(1), help="Shards at a time.  [default: one for two cores]"
 )
 @click.option(
     "--slab-size",

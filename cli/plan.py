@@ -93,11 +93,10 @@ def plan_json(made: Plan, parallel_sizes: list[int]) -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Bytes that one worker adds at most to the process: source slab, its codes, two spools."""
-    from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
-    from mxfp4.converters.work import SPOOL_BYTES
+    """Bytes that one worker adds at most to the process: slabs, their codes, the spool."""
+    from mxfp4.converters.work import peak_worker_bytes
 
-    return 2 * DEFAULT_SLAB_BYTES + 2 * SPOOL_BYTES
+    return peak_worker_bytes()
 
 
 def show_plan(made: Plan) -> None:

@@ -8,6 +8,7 @@ folder for a model.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -27,7 +28,7 @@ from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
 from mxfp4.converters.recipe import Recipe
 from mxfp4.converters.report import MANIFEST_NAME, REPORT_NAME, manifest, markdown
 from mxfp4.converters.state import OutputFolder, ShardRecord
-from mxfp4.converters.work import Quantizer, Work
+from mxfp4.converters.work import Quantizer, Substitutes, Work
 from mxfp4.errors import NoSpaceError, OutputError
 from mxfp4.kernels.rows import encode_rows
 from mxfp4.spec import CodecOptions
@@ -87,18 +88,22 @@ def convert(
     run: RunOptions | None = None,
     *,
     quantizer: Quantizer | None = None,
+    substitutes: Substitutes | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint folder; the same call continues an interrupted one.
 
-    `quantizer` replaces the codec that the recipe's scale rule names. Setting `stop` ends the run
+    `quantizer` replaces the codec that the recipe's scale rule names, and `substitutes` the codes
+    of single modules and the bytes of single kept tensors. Setting `stop` ends the run
     at the next slab with `InterruptedConversionError`. Raises an `Mxfp4Error` for every reason
     not to go on; the output folder then holds finished shards or nothing, never a half one.
     """
     recipe, run, progress = recipe or Recipe(), run or RunOptions(), progress or Progress()
     output = Path(output)
     plan = plan_conversion(source, recipe, options, run)
+    if substitutes is not None:
+        plan = dataclasses.replace(plan, codes=substitutes.identity)
     require_apart(plan.checkpoint.folder, output)
     require_convertible(plan, allow_blocked=run.keep_odd_shapes)
     with OutputFolder(output) as folder:
@@ -120,6 +125,7 @@ def convert(
             drop_cache=_exceeds_memory(plan.checkpoint),
             on_bytes=progress.on_bytes,
             stop=stop or threading.Event(),
+            substitutes=substitutes,
         )
         executor, workers = choose(run.workers, len(todo))
         for record in EXECUTORS[executor](todo, work, workers):

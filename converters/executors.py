@@ -51,8 +51,11 @@ EXECUTORS: Mapping[str, Executor] = {"inline": run_inline, "threads": run_thread
 
 
 def choose(workers: int | None, unit_count: int) -> tuple[str, int]:
-    """The executor and worker count for this machine when the user names none."""
+    """The executor and worker count for this machine when the user names none.
+
+    A worker is two threads, so half as many workers as cores.
+    """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(workers or available or 1, max(unit_count, 1))
+    count = min(workers or max((available or 1) // 2, 1), max(unit_count, 1))
     main = threading.current_thread() is threading.main_thread()
     return ("inline" if count == 1 and main else "threads"), count

@@ -99,6 +99,8 @@ class Plan:
     shards: tuple[OutputShard, ...]
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
+    codes: str = ""
+    """Identity of codes made elsewhere (calibration); empty when the codec makes them."""
 
     @property
     def format(self) -> OutputFormat:
@@ -154,6 +156,7 @@ class Plan:
         return {
             "format": PLAN_FORMAT,
             "codec": CODEC_ID,
+            **({"codes": self.codes} if self.codes else {}),
             "source": {
                 "files": [
                     {

@@ -56,7 +56,7 @@ class MatrixView:
 class Slab:
     """Some whole blocks of a matrix: raw bits [n, 32 m], and the place of the first element.
 
-    The array is a view into the reader's buffer and is valid until the next slab.
+    The array may be a view into the reader's buffer and is valid until that area is used again.
     """
 
     bits: Bits
@@ -183,14 +183,20 @@ class ShardReader:
 
 
 class SlabBuffer:
-    """Page-aligned memory that one worker reads into; it grows only for a single longer row."""
+    """Page-aligned memory that one worker reads into, `count` areas of `size` bytes in turn.
 
-    def __init__(self, size: int = DEFAULT_SLAB_BYTES) -> None:
+    What `take` returns stays intact for the next `count - 1` calls. An area grows only when a
+    single row is longer than it.
+    """
+
+    def __init__(self, size: int = DEFAULT_SLAB_BYTES, count: int = 1) -> None:
         self.size = size
-        self._memory = memoryview(mmap.mmap(-1, size))
+        self._areas = [memoryview(mmap.mmap(-1, size)) for _ in range(count)]
+        self._next = 0
 
     def take(self, byte_count: int) -> memoryview:
-        """The first `byte_count` bytes of the buffer; earlier contents are lost."""
-        if byte_count > len(self._memory):
-            self._memory = memoryview(mmap.mmap(-1, byte_count))
-        return self._memory[:byte_count]
+        """The first `byte_count` bytes of the next area."""
+        number, self._next = self._next, (self._next + 1) % len(self._areas)
+        if byte_count > len(self._areas[number]):
+            self._areas[number] = memoryview(mmap.mmap(-1, byte_count))
+        return self._areas[number][:byte_count]

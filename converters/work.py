@@ -1,7 +1,7 @@
 """Convert one output shard: the unit of work that every executor runs.
 
-Idempotent and independent of all other units. Memory is one slab buffer, the codes of one slab
-and a spool for scales, which in the file come after all codes of their matrix.
+Idempotent and independent of all other units. Memory is a few slabs, their codes, and a spool for
+scales, which in the file come after all codes of their matrix.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import IO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mxfp4.converters.checkpoint import Checkpoint
-from mxfp4.converters.formats import OutputFormat
+from mxfp4.converters.ahead import ahead
 from mxfp4.converters.plan import OutputShard, Plan, Task
 from mxfp4.converters.reader import (
     DEFAULT_SLAB_BYTES,
@@ -32,6 +31,7 @@ from mxfp4.converters.writer import ShardWriter
 from mxfp4.errors import InterruptedConversionError, NonFiniteError
 from mxfp4.kernels.rows import EncodedRows, TensorStatistics
 
+_PIECES_AHEAD = 2
 SPOOL_BYTES = 8 << 20
 """Scales of one matrix that stay in memory; more of them go through a temporary file."""
 
@@ -41,6 +41,23 @@ class Quantizer(Protocol):
 
     def __call__(self, source: Bits, dtype: str, /) -> EncodedRows:
         """Return codes uint8 [n, K/2], scales uint8 [n, K/32] and their statistics."""
+        ...
+
+
+class Substitutes(Protocol):
+    """Codes and contents made elsewhere, taken in place of what codec and source would give."""
+
+    @property
+    def identity(self) -> str:
+        """Hash of everything that decides the substituted bytes; part of the plan's id."""
+        ...
+
+    def quantizer(self, module: str) -> Quantizer | None:
+        """A quantizer that is given the slabs of this module in order, or None."""
+        ...
+
+    def content(self, tensor: str) -> bytes | None:
+        """The bytes to write for a kept tensor, as many as the source has, or None."""
         ...
 
 
@@ -55,6 +72,20 @@ class Work:
     drop_cache: bool = False
     on_bytes: Callable[[int], None] = lambda count: None
     stop: threading.Event = field(default_factory=threading.Event)
+    substitutes: Substitutes | None = None
+
+    def quantizer_of(self, task: Task) -> Quantizer:
+        """The quantizer for one task."""
+        found = None
+        if self.substitutes is not None and task.module is not None:
+            found = self.substitutes.quantizer(task.module)
+        return found or self.quantizer
+
+    def content_of(self, task: Task, reader: ShardReader) -> Iterator[memoryview]:
+        """The bytes of a kept tensor, in pieces."""
+        name = task.stored.info.name
+        content = None if self.substitutes is None else self.substitutes.content(name)
+        return reader.pieces(task.stored) if content is None else iter([memoryview(content)])
 
     def advance(self, count: int) -> None:
         """Report source bytes done; raises `InterruptedConversionError` when asked to stop."""
@@ -65,51 +96,111 @@ class Work:
         self.on_bytes(count)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of a task's output: of a copied tensor, or the codes and scales of a slab.
+
+    `source_bytes` were read for it; `last` ends the task.
+    """
+
+    task: Task
+    source_bytes: int
+    copied: memoryview | None = None
+    encoded: EncodedRows | None = None
+    last: bool = False
+
+
 def convert_shard(unit: OutputShard, work: Work) -> ShardRecord:
     """Write one output shard and its record; returns the record.
 
-    Raises `NonFiniteError` naming file, tensor and index, `SourceChangedError` when a source
-    file is not the planned one, and `NoSpaceError`; in each case nothing of the shard remains.
+    One thread reads and encodes, the calling one hashes and writes. Raises `NonFiniteError` naming
+    file, tensor and index, `SourceChangedError` when a source file is not the planned one, and
+    `NoSpaceError`; in each case nothing of the shard remains.
     """
     layout = work.plan.format
     announced = [info for task in unit.tasks for info in task.outputs(layout)]
-    hashes: dict[str, str] = {}
-    statistics: dict[str, object] = {}
-    total: TensorStatistics | None = None
-    target = work.output.path / unit.name
+    target, temporary = work.output.path / unit.name, work.output.temporary(unit.name)
     with ExitStack() as stack:
-        sources = SourceReaders(work.plan.checkpoint, work, stack)
-        writer = stack.enter_context(
-            ShardWriter(target, announced, work.output.temporary(unit.name))
-        )
-        for task in unit.tasks:
-            reader = sources.open(task.shard)
-            if task.view is None or task.module is None:
-                _copy(task, reader, writer, work)
-                hashes[task.stored.info.name] = writer.end_tensor()
-                continue
-            found = _quantize(task, task.view, reader, writer, work, layout, hashes)
-            statistics[task.module] = module_statistics(found)
-            total = found if total is None else total + found
+        sources = stack.enter_context(SourceReaders(work))
+        writer = stack.enter_context(ShardWriter(target, announced, temporary))
+        pieces = stack.enter_context(ahead(_pieces(unit, sources, work), _PIECES_AHEAD))
+        hashes, statistics = _write_pieces(pieces, writer, work)
         sources.require_unchanged()
         digest = writer.commit()
-    if total is not None:
-        sums = {"sum_squares": total.sum_squares, "sum_squared_error": total.sum_squared_error}
-        statistics[""] = {**total.to_json(), **sums}
     record = ShardRecord(work.plan.id, unit.name, writer.size, digest, hashes, statistics)
     work.output.save_record(record)
     return record
 
 
+def peak_worker_bytes(slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
+    """Upper bound of what a worker holds: slabs of BF16 with their codes, and the spool twice."""
+    return (_PIECES_AHEAD + 2) * (slab_bytes + slab_bytes // 3) + 2 * SPOOL_BYTES
+
+
+def _pieces(unit: OutputShard, sources: SourceReaders, work: Work) -> Iterator[Piece]:
+    """Everything the shard holds, in file order."""
+    for task in unit.tasks:
+        reader = sources.open(task.shard)
+        if task.view is None:
+            for data in work.content_of(task, reader):
+                yield Piece(task, len(data), copied=data)
+        else:
+            file = work.plan.checkpoint.shards[task.shard].name
+            quantizer = work.quantizer_of(task)
+            for slab, encoded in encode_slabs(reader, task, task.view, quantizer, file):
+                yield Piece(task, slab.bits.nbytes, encoded=encoded)
+        yield Piece(task, 0, last=True)
+
+
+def _write_pieces(
+    pieces: Iterator[Piece], writer: ShardWriter, work: Work
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Write and hash; returns the hash of every tensor and the statistics of every module."""
+    hashes: dict[str, str] = {}
+    statistics: dict[str, object] = {}
+    total = module = TensorStatistics()
+    folder = str(work.output.state / "tmp")
+    with tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder) as spool:
+        for piece in pieces:
+            if piece.copied is not None:
+                writer.write(piece.copied)
+            if piece.encoded is not None:
+                writer.write(_flat(piece.encoded.codes))
+                spool.write(_flat(piece.encoded.scales))
+                if piece.encoded.statistics is not None:
+                    module = module + piece.encoded.statistics
+            work.advance(piece.source_bytes)
+            if not piece.last:
+                continue
+            outputs = piece.task.outputs(work.plan.format)
+            hashes[outputs[0].name] = writer.end_tensor()
+            if piece.task.module is not None:
+                _write_spool(spool, writer)
+                hashes[outputs[1].name] = writer.end_tensor()
+                statistics[piece.task.module] = module_statistics(module)
+                total, module = total + module, TensorStatistics()
+    if statistics:
+        sums = {"sum_squares": total.sum_squares, "sum_squared_error": total.sum_squared_error}
+        statistics[""] = {**total.to_json(), **sums}
+    return hashes, statistics
+
+
 class SourceReaders:
     """The source shards of one unit, opened when first needed."""
 
-    def __init__(self, checkpoint: Checkpoint, work: Work, stack: ExitStack) -> None:
-        self._checkpoint = checkpoint
-        self._stack = stack
-        self._buffer = SlabBuffer(work.slab_bytes)
+    def __init__(self, work: Work) -> None:
+        self._checkpoint = work.plan.checkpoint
+        self._stack = ExitStack()
+        # One area for every piece that can be alive at a time; see `ahead`.
+        self._buffer = SlabBuffer(work.slab_bytes, _PIECES_AHEAD + 2)
         self._drop_cache = work.drop_cache
         self._open: dict[int, ShardReader] = {}
+
+    def __enter__(self) -> SourceReaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def open(self, number: int) -> ShardReader:
         """The reader of a source shard; refuses a file that changed since planning."""
@@ -146,42 +237,13 @@ def encode_slabs(
             ) from error
 
 
-def _copy(task: Task, reader: ShardReader, writer: ShardWriter, work: Work) -> None:
-    for piece in reader.pieces(task.stored):
-        writer.write(piece)
-        work.advance(len(piece))
-
-
-def _quantize(
-    task: Task,
-    view: MatrixView,
-    reader: ShardReader,
-    writer: ShardWriter,
-    work: Work,
-    layout: OutputFormat,
-    hashes: dict[str, str],
-) -> TensorStatistics:
-    codes_info, scales_info = task.outputs(layout)
-    total = TensorStatistics()
-    file = work.plan.checkpoint.shards[task.shard].name
-    folder = str(work.output.state / "tmp")
-    with tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder) as spool:
-        for slab, encoded in encode_slabs(reader, task, view, work.quantizer, file):
-            writer.write(_flat(encoded.codes))
-            spool.write(_flat(encoded.scales))
-            if encoded.statistics is not None:
-                total = total + encoded.statistics
-            work.advance(slab.bits.nbytes)
-        hashes[codes_info.name] = writer.end_tensor()
-        _write_spool(spool, writer)
-        hashes[scales_info.name] = writer.end_tensor()
-    return total
-
-
 def _write_spool(spool: IO[bytes], writer: ShardWriter) -> None:
+    """Append the scales that waited for the end of their codes, and empty the spool."""
     spool.seek(0)
     while piece := spool.read(SPOOL_BYTES):
         writer.write(piece)
+    spool.seek(0)
+    spool.truncate()
 
 
 def _flat(array: npt.NDArray[np.uint8]) -> memoryview:

@@ -8,6 +8,7 @@ tensor encoded at once.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -109,7 +110,7 @@ class TensorStatistics:
 
 
 def _add(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+    return tuple(map(operator.add, left, right))
 
 
 def _top(sums: Sequence[int]) -> int:

@@ -142,6 +142,8 @@ def _wish(
 ) -> _Wish:
     if keep is not None:
         return _Wish(False, f"kept by the pattern {keep!r}", final=True)
+    if asked is not None and Role.BIAS in (role.role, role.inner) and "bias" not in asked:
+        return _Wish(False, f"a bias is not part of what {asked!r} quantizes")
     if asked is not None:
         _refuse_protected(info, role, recipe, asked)
         reason = f"asked for by the pattern {asked!r}"

@@ -81,8 +81,9 @@ def ignore_patterns(quantized_modules: Iterable[str], kept: Mapping[str, TensorR
     trunk = NameSet(name for name, role in kept.items() if role.role is not Role.MTP)
     forms = frozenset(packed.families) | _aliases(packed.families)
     names = _Names(NameSet(kept), packed, frozenset(trunk.families), forms)
-    bodies = _prediction_bodies(kept) + _subtree_bodies(kept)
-    chosen = [body for body in dict.fromkeys(bodies) if _clean(body, names)]
+    predictions = [body for body in _prediction_bodies(kept) if _clean(body, names)]
+    subtrees = [body for body in _subtree_bodies(kept) if _clean(body, names)]
+    chosen = predictions + subtrees
     covered = Matcher([_pattern(body) for body in chosen])
     for text in sorted(names.kept.families):
         if not all(covered.hits(name) for name in names.kept.representatives(covered, text)):
@@ -90,7 +91,11 @@ def ignore_patterns(quantized_modules: Iterable[str], kept: Mapping[str, TensorR
     for text in sorted(_aliases(names.kept_trunk) | _bank_aliases(kept)):
         if text not in packed.families and (found := _shortest(text, names)) is not None:
             chosen.append(found)
-    patterns = _without_redundant([_pattern(body) for body in dict.fromkeys(chosen)], names)
+    patterns = _without_redundant(
+        [_pattern(body) for body in dict.fromkeys(chosen)],
+        {_pattern(body) for body in predictions},
+        names,
+    )
     check_ignore(patterns, packed, names.kept)
     return patterns
 
@@ -214,8 +219,11 @@ def _bank_aliases(kept: Mapping[str, TensorRole]) -> set[str]:
     return {f"{text}.{leaf}" for text in found for leaf in ("gate_proj", "up_proj", "down_proj")}
 
 
-def _without_redundant(patterns: list[str], names: _Names) -> list[str]:
-    """Drop patterns whose kept modules are all hit by the others, narrowest first."""
+def _without_redundant(patterns: list[str], fixed: set[str], names: _Names) -> list[str]:
+    """Drop patterns whose kept modules are all hit by the others, narrowest first.
+
+    The spellings of prediction blocks stay: engines look for each of them.
+    """
     kept = list(names.kept.representatives(Matcher(patterns)))
     matchers = {pattern: Matcher([pattern]) for pattern in patterns}
     hits = {
@@ -225,6 +233,6 @@ def _without_redundant(patterns: list[str], names: _Names) -> list[str]:
     remaining = list(patterns)
     for pattern in sorted(patterns, key=lambda item: (len(hits[item]), item)):
         others = set().union(*(hits[other] for other in remaining if other != pattern))
-        if hits[pattern] and hits[pattern] <= others:
+        if pattern not in fixed and hits[pattern] and hits[pattern] <= others:
             remaining.remove(pattern)
     return sorted(remaining)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mxfp4.errors import RecipeError
 
 _PARAMETERS = (".weight", ".bias", ".weight_packed", ".weight_scale", ".scale")
 _GLOB = re.compile(r"[*?\[]")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_SIMILAR = 0.6
 
 
 def module_name(tensor: str) -> str:
@@ -83,31 +85,28 @@ def nearest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[st
     bare = re.sub(r"^re:|[\\*?^$()\[\]+|]", "", pattern).strip(".")
     families: dict[str, str] = {}
     for name in names:
-        families.setdefault(re.sub(r"\d+", "#", name), name)
-    numbers = re.sub(r"\d+", "#", bare)
-    tail = numbers.split(".")[-2:]
-    scored = [
-        (_similarity(numbers, tail, family), family, name) for family, name in families.items()
-    ]
-    scored.sort(key=lambda item: (-item[0], item[1]))
-    exact_numbers = re.findall(r"\d+", bare)
+        families.setdefault(_NUMBER.sub("#", name), name)
+    wanted = _NUMBER.sub("#", bare)
+    scored = sorted((-_similarity(wanted, family), family) for family in families)
+    numbers = _NUMBER.findall(bare)
+    known = set(names)
     return [
-        _with_numbers(name, exact_numbers, names)
-        for score, _, name in scored[:count]
-        if score > 0.3
+        _with_numbers(families[family], numbers, known)
+        for score, family in scored[:count]
+        if -score > _SIMILAR
     ]
 
 
-def _similarity(pattern: str, tail: Sequence[str], family: str) -> float:
-    whole = difflib.SequenceMatcher(None, pattern, family, autojunk=False).ratio()
-    parts = family.split(".")[-len(tail) :]
-    end = difflib.SequenceMatcher(None, ".".join(tail), ".".join(parts), autojunk=False).ratio()
-    return max(whole, end)
+def _similarity(pattern: str, family: str) -> float:
+    """Likeness of the characters, plus the share of parts that occur in the family as they are."""
+    ratio = difflib.SequenceMatcher(None, pattern, family, autojunk=False).ratio()
+    parts = [part for part in pattern.split(".") if part and part != "#"]
+    shared = set(parts) & set(family.split("."))
+    return ratio + len(shared) / max(len(parts), 1)
 
 
-def _with_numbers(name: str, numbers: Sequence[str], names: Sequence[str]) -> str:
-    if not numbers:
-        return name
+def _with_numbers(name: str, numbers: Sequence[str], names: Collection[str]) -> str:
+    """The member of a family with the numbers of the pattern, if there is one."""
     wanted = iter(numbers)
-    exact = re.sub(r"(?<=\.)\d+(?=\.|$)", lambda found: next(wanted, found.group()), name)
-    return exact if exact in set(names) else name
+    exact = _NUMBER.sub(lambda found: next(wanted, found.group()), name)
+    return exact if exact in names else name

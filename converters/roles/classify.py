@@ -63,11 +63,11 @@ def classify(
     found = survey(tensors, config)
     stamps: dict[tuple[int, int], _Stamp] = {}
     roles: dict[str, TensorRole] = {}
-    for name, kind, setting, indices in found.rows:
-        key = (kind, setting)
+    for name, kind, layer, indices in found.rows:
+        key = (kind, layer.setting)
         stamp = stamps.get(key)
         if stamp is None:
-            stamp = stamps[key] = _judge_member(found, kind, setting)
+            stamp = stamps[key] = _judge_member(found, kind, layer.setting)
         roles[name] = stamp.role(indices)
     return roles
 

@@ -28,8 +28,8 @@ class Family:
 
     `layer_at` is the position of the layer index in `segments` (None outside a layer stack) and
     `layer_slot` tells which of the indices it is. `path` is the module below the layer (the whole
-    module outside a stack), `parameter` the last part, "" for a bare parameter, and `prefix` what
-    comes before the layer index.
+    module outside a stack), `parameter` the last part, "" for a bare parameter, `prefix` what comes
+    before the layer index, and `stack` the same as one string.
     """
 
     text: str
@@ -39,6 +39,7 @@ class Family:
     path: tuple[str, ...]
     parameter: str
     prefix: tuple[str, ...]
+    stack: str
 
     @property
     def leaf(self) -> str:
@@ -89,9 +90,9 @@ def parse_family(text: str) -> Family:
         path[-1], parameter = path[-1][: found.start()], found.group(1)
     lowered = tuple(part.lower() for part in path)
     prefix = tuple(part.lower() for part in segments[: layer_at or 0])
-    return Family(
-        text, tuple(map(str.lower, segments)), layer_at, layer_slot, lowered, parameter, prefix
-    )
+    lower = tuple(map(str.lower, segments))
+    stack = ".".join(prefix)
+    return Family(text, lower, layer_at, layer_slot, lowered, parameter, prefix, stack)
 
 
 def _find_layer(segments: tuple[str, ...]) -> tuple[int | None, int | None]:

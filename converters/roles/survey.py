@@ -18,21 +18,30 @@ from mxfp4.converters.roles.view import Verdict, View
 _TOWER_SHARE = 0.25
 """A stack without norms is foreign if fewer of its matrices have a side of the trunk's width."""
 
-_ROOT = ("", "")
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """One layer of one stack (both "" for what stands outside): the numbers of its members, and
+    later the number of its setting."""
+
+    stack: str
+    index: str
+    kinds: set[int] = field(default_factory=set)
+    setting: int = -1
 
 
 @dataclass(slots=True)
 class Survey:
     """Everything the rules need to know beyond one tensor.
 
-    A row is (name, number of its member, number of its setting, indices); a setting is a scene
-    and whether the layer predicts further tokens.
+    A row is (name, number of its member, layer, indices); a setting is a scene and whether the
+    layer predicts further tokens.
     """
 
     facts: ModelFacts
     members: list[Member]
     settings: list[tuple[Scene, bool]]
-    rows: list[tuple[str, int, int, tuple[str, ...]]]
+    rows: list[tuple[str, int, Layer, tuple[str, ...]]]
     containers: dict[Family, int | None]
     towers: frozenset[str] = frozenset()
     _places: dict[Family, tuple[Place, str]] = field(default_factory=dict)
@@ -42,7 +51,7 @@ class Survey:
         if family not in self._places:
             place, reason = place_of(family)
             if place is Place.TRUNK and family.layer_at is not None:
-                stack = ".".join(family.prefix)
+                stack = family.stack
                 if stack in self.towers:
                     place, reason = Place.TOWER, f"'{stack}' has another width than the trunk"
             self._places[family] = place, reason
@@ -75,55 +84,69 @@ def _input_major(view: View) -> bool:
 
 def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> Survey:
     """Parse every name once and intern families, members and scenes."""
-    families: dict[str, Family] = {}
-    member_ids: dict[tuple[str, tuple[int, ...], str], int] = {}
+    tracks: dict[str, _Track] = {}
     members: list[Member] = []
-    layers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    parsed: list[tuple[str, int, tuple[str, str], tuple[str, ...]]] = []
-    seen_indices: dict[Family, list[set[str]]] = {}
+    stacks: dict[str, dict[str, Layer]] = defaultdict(dict)
+    outside = Layer("", "")
+    rows: list[tuple[str, int, Layer, tuple[str, ...]]] = []
     for info in tensors:
         text, indices = split_name(info.name)
-        family = families.get(text)
-        if family is None:
-            family = families[text] = parse_family(text)
-            seen_indices[family] = [set() for _ in indices]
-        key = (text, info.shape, info.dtype)
-        kind = member_ids.get(key)
+        track = tracks.get(text)
+        if track is None:
+            track = tracks[text] = _Track(parse_family(text), len(indices))
+        kind = track.kinds.get((info.shape, info.dtype))
         if kind is None:
-            kind = member_ids[key] = len(members)
-            members.append(Member(family, info.shape, info.dtype))
-        for seen, index in zip(seen_indices[family], indices, strict=True):
-            seen.add(index)
-        slot = family.layer_slot
-        place = _ROOT if slot is None else (".".join(family.prefix), indices[slot])
-        layers[place].add(kind)
-        parsed.append((info.name, kind, place, indices))
-    return _assemble(config, members, layers, parsed, seen_indices)
+            kind = track.kinds[info.shape, info.dtype] = len(members)
+            members.append(Member(track.family, info.shape, info.dtype))
+        for slot, seen in track.numbers:
+            seen.add(indices[slot])
+        layer = outside
+        if track.layer_slot is not None:
+            index = indices[track.layer_slot]
+            layers = stacks[track.family.stack]
+            layer = layers.get(index) or layers.setdefault(index, Layer(track.family.stack, index))
+        layer.kinds.add(kind)
+        rows.append((info.name, kind, layer, indices))
+    found = [outside, *(layer for layers in stacks.values() for layer in layers.values())]
+    return _assemble(config, members, found, rows, list(tracks.values()))
+
+
+class _Track:
+    """What is collected about one family while the names pass by."""
+
+    __slots__ = ("family", "kinds", "layer_slot", "numbers")
+
+    def __init__(self, family: Family, index_count: int) -> None:
+        self.family = family
+        self.kinds: dict[tuple[tuple[int, ...], str], int] = {}
+        self.layer_slot = family.layer_slot
+        slots = (slot for slot in range(index_count) if slot != family.layer_slot)
+        self.numbers: list[tuple[int, set[str]]] = [(slot, set()) for slot in slots]
+
+    def count_at(self, slot: int) -> int:
+        """How many numbers were seen in a slot; 0 for the layer's."""
+        return next((len(seen) for known, seen in self.numbers if known == slot), 0)
 
 
 def _assemble(
     config: Mapping[str, Any] | None,
     members: list[Member],
-    layers: Mapping[tuple[str, str], set[int]],
-    parsed: list[tuple[str, int, tuple[str, str], tuple[str, ...]]],
-    seen_indices: Mapping[Family, list[set[str]]],
+    layers: list[Layer],
+    rows: list[tuple[str, int, Layer, tuple[str, ...]]],
+    tracks: list[_Track],
 ) -> Survey:
     stated = read_facts(config) if config is not None else None
-    containers = {
-        family: _container(family, seen, stated.expert_counts if stated else frozenset())
-        for family, seen in seen_indices.items()
-    }
-    facts = _measure(stated, members, containers, seen_indices)
+    counts = stated.expert_counts if stated is not None else frozenset[int]()
+    containers = {track.family: _container(track, counts) for track in tracks}
+    facts = _measure(stated, members, containers, tracks)
     scenes: dict[frozenset[int], Scene] = {}
     settings: dict[tuple[frozenset[int], bool], int] = {}
-    setting_of: dict[tuple[str, str], int] = {}
-    for place, kinds in layers.items():
-        frozen = frozenset(kinds)
-        if frozen not in scenes:
-            scenes[frozen] = build_scene((members[kind] for kind in frozen), containers)
-        late = place != _ROOT and _is_prediction_layer(place, scenes[frozen], facts)
-        setting_of[place] = settings.setdefault((frozen, late), len(settings))
-    rows = [(name, kind, setting_of[place], indices) for name, kind, place, indices in parsed]
+    for layer in layers:
+        kinds = frozenset(layer.kinds)
+        if kinds not in scenes:
+            scenes[kinds] = build_scene((members[kind] for kind in kinds), containers)
+        late = bool(layer.index) and _is_prediction_layer(layer, scenes[kinds], facts)
+        layer.setting = settings.setdefault((kinds, late), len(settings))
     return Survey(
         facts,
         members,
@@ -134,24 +157,24 @@ def _assemble(
     )
 
 
-def _is_prediction_layer(place: tuple[str, str], scene: Scene, facts: ModelFacts) -> bool:
+def _is_prediction_layer(layer: Layer, scene: Scene, facts: ModelFacts) -> bool:
     """Whether a layer predicts further tokens: by what it holds, or by an index past the trunk.
 
     In an encoder-decoder the stacks may have different lengths, so only contents count there.
     """
     if scene.has_word(words.MTP_LEAVES):
         return True
-    stack, layer = place
-    beyond = 0 < facts.layer_count <= int(layer) and not facts.encoder_decoder
-    return beyond and "encoder" not in stack.split(".")
+    beyond = 0 < facts.layer_count <= int(layer.index) and not facts.encoder_decoder
+    return beyond and "encoder" not in layer.stack.split(".")
 
 
-def _container(family: Family, seen: list[set[str]], counts: frozenset[int]) -> int | None:
+def _container(track: _Track, counts: frozenset[int]) -> int | None:
     """Positions of indices that run over all experts count as containers, whatever their name."""
+    family = track.family
     counted = set()
     for position, part in enumerate(family.path):
         if part == "#" and family.layer_at is not None:
-            count = len(seen[family.slot_at(position)])
+            count = track.count_at(family.slot_at(position))
             if count in counts and count > 3:
                 counted.add(position)
     return find_container(family.path, frozenset(counted), family.layer_at is not None)
@@ -161,9 +184,10 @@ def _measure(
     stated: ModelFacts | None,
     members: list[Member],
     containers: Mapping[Family, int | None],
-    seen_indices: Mapping[Family, list[set[str]]],
+    tracks: list[_Track],
 ) -> ModelFacts:
     tables, norms, counts, banks = [], [], [], []
+    most = {t.family: max((len(seen) for _, seen in t.numbers), default=0) for t in tracks}
     rows = {member.shape[0] for member in members if _looks_like_router(member)}
     for member in members:
         family, shape = member.family, member.shape
@@ -176,7 +200,7 @@ def _measure(
             norms.append(shape[0])
         container = containers[family]
         if container is not None and "#" in family.path[container:]:
-            counts.append(max(len(seen) for seen in seen_indices[family][1:] or [set()]))
+            counts.append(most[family])
         elif len(shape) == 3 and (container is not None or shape[0] in rows):
             banks.append(shape[0])
     return complete_facts(stated, tables, norms, counts, banks)
@@ -200,7 +224,7 @@ def _foreign_stacks(
         family, shape = member.family, member.shape
         if family.layer_at is None or member.dtype not in ("BF16", "F16", "F32"):
             continue
-        stack = ".".join(family.prefix)
+        stack = family.stack
         if len(shape) in (2, 3) and not words.STATE_ALWAYS.fullmatch(family.leaf):
             fits[stack].append(any(side in widths for side in shape))
         elif len(shape) == 1 and len(family.words) == 1 and words.NORM.fullmatch(family.leaf):

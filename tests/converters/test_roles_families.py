@@ -217,10 +217,10 @@ FAMILIES = {
     "moe-llava": (
         {**BASE, "moe": {"num_experts": [8]}},
         """
-        model.layers.{l}.mlp.deepspeed_moe.gate.wg.weight E,H router 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.gate_proj.weight I,H expert! 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.up_proj.weight I,H expert! 1
-        model.layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.down_proj.weight H,I expert! 1
+        layers.{l}.mlp.deepspeed_moe.gate.wg.weight E,H router 1
+        layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.gate_proj.weight I,H expert! 1
+        layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.up_proj.weight I,H expert! 1
+        layers.{l}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.down_proj.weight H,I expert! 1
         model.image_tower.image_tower.encoder.layers.{l}.mlp.fc1.weight HH,W vision 1
         model.mm_projector.image_spatial_proj.0.weight H,W vision_projector 1
         """,
@@ -551,7 +551,7 @@ FAMILIES = {
         model.layers.{l}.self_attn.qkv_proj.lora_A.vision.weight     64,H   other_linear 1
         model.layers.{l}.mlp.gate_up_proj.base_layer.weight          II,H   mlp! 1
         model.layers.{l}.mlp.gate_up_proj.lora_B.speech.weight       II,64  other_linear 1
-        model.embed_tokens_extend.image_embed.img_processor.encoder.layers.{l}.mlp.fc1.weight HH,W vision 1
+        model.embed_tokens_extend.image_embed.img_processor.layers.{l}.fc1.weight HH,W vision 1
         """,
     ),
     "cohere": (

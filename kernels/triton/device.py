@@ -1,0 +1,52 @@
+"""What a tensor's device is to the kernels: an architecture, its cores, or the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from mxfp4.errors import BackendUnavailableError
+from mxfp4.kernels.triton.configs import TABLES
+from triton import knobs
+
+INTERPRET: bool = bool(knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are defined."""
+
+INTERPRETED_ARCHITECTURE = "sm_90"
+"""Whose table the interpreter uses."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """`architecture` as in `configs.TABLES`, `cores` that run programs side by side."""
+
+    architecture: str
+    cores: int
+
+
+def supports(device: torch.device) -> bool:
+    """Whether the kernels run on tensors of this device."""
+    if device.type != "cuda":
+        return INTERPRET and device.type == "cpu"
+    return not INTERPRET and describe(device).architecture in TABLES
+
+
+def describe(device: torch.device) -> Device:
+    """Facts of the device; `BackendUnavailableError` for a CPU outside the interpreter."""
+    if device.type == "cuda":
+        return _describe_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    if INTERPRET and device.type == "cpu":
+        return Device(INTERPRETED_ARCHITECTURE, cores=1)
+    raise BackendUnavailableError(
+        f"the Triton kernels do not run on {device.type}", hint="use backend='reference'"
+    )
+
+
+@cache
+def _describe_gpu(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return Device(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Device(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)

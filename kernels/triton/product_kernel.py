@@ -1,0 +1,259 @@
+"""Device code of the dense product y[M, N] = x[M, K] w[N, K]^T, and the K loop all products share.
+
+A tile is TOKENS x ROWS and advances by one chunk of 128 elements: one tile of words, one row of
+scale words, four slices of x, one per plane. Words, scales and x are the only loads of the loop and
+are all asynchronous; each plane is decoded in registers, multiplied by its scale (exact) and enters
+a matrix product of depth 32. SWAP puts the weight on the left of that product, where it needs no
+way through shared memory on Hopper and is decoded once per tile on other devices.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from mxfp4.kernels.triton.decode import (
+    decode_planes,
+    folded_scales,
+    narrow,
+    power_of_two,
+    unbias,
+    widen,
+)
+
+
+@triton.jit
+def _add_product(acc, x, w, s, FOLDED: tl.constexpr, SWAP: tl.constexpr, INTERP: tl.constexpr):
+    """acc + x (w * s)^T for one plane: x [TOKENS, 32], w [ROWS, 32], s [ROWS].
+
+    Without FOLDED, `w` holds elements, and `s` (float32) multiplies the sum of the block instead.
+    """
+    if INTERP:
+        x = widen(x)
+        w = widen(w)
+        s = widen(s)
+    if FOLDED:
+        w = w * s[:, None]
+        if SWAP:
+            acc = tl.dot(w, x.T, acc)
+        else:
+            acc = tl.dot(x, w.T, acc)
+    elif SWAP:
+        acc += tl.dot(w, x.T) * s[:, None]
+    else:
+        acc += tl.dot(x, w.T) * s[None, :]
+    return acc
+
+
+@triton.jit
+def _add_chunk(
+    acc,
+    x_ptrs,
+    m,
+    limit,
+    w_ptrs,
+    s_ptrs,
+    left,
+    WHOLE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    SWAP: tl.constexpr,
+    DECODER: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """acc + one chunk. Not WHOLE: of its 128 columns only `left`, a multiple of 32, are in x."""
+    FLOAT: tl.constexpr = x_ptrs.dtype.element_ty
+    w = tl.load(w_ptrs)
+    s = tl.load(s_ptrs)
+    x0 = tl.load(x_ptrs, mask=m < limit, other=0.0)
+    if WHOLE:
+        x1 = tl.load(x_ptrs + 32, mask=m < limit, other=0.0)
+        x2 = tl.load(x_ptrs + 64, mask=m < limit, other=0.0)
+        x3 = tl.load(x_ptrs + 96, mask=m < limit, other=0.0)
+    else:
+        # The condition is put into the limit because the interpreter cannot combine a tile and a
+        # scalar by `&`.
+        x1 = tl.load(x_ptrs + 32, mask=m < tl.where(left > 32, limit, 0), other=0.0)
+        x2 = tl.load(x_ptrs + 64, mask=m < tl.where(left > 64, limit, 0), other=0.0)
+        x3 = tl.load(x_ptrs + 96, mask=m < tl.where(left > 96, limit, 0), other=0.0)
+    w0, w1, w2, w3 = decode_planes(w, FLOAT, DECODER)
+    if FOLDED:
+        s0, s1, s2, s3 = folded_scales(s, FLOAT)
+    else:
+        s0 = power_of_two(s & 255)
+        s1 = power_of_two((s >> 8) & 255)
+        s2 = power_of_two((s >> 16) & 255)
+        s3 = power_of_two((s >> 24) & 255)
+        if INTERP:
+            w0, w1, w2, w3 = widen(w0), widen(w1), widen(w2), widen(w3)
+        w0 = w0 * unbias(FLOAT)
+        w1 = w1 * unbias(FLOAT)
+        w2 = w2 * unbias(FLOAT)
+        w3 = w3 * unbias(FLOAT)
+    acc = _add_product(acc, x0, w0, s0, FOLDED, SWAP, INTERP)
+    acc = _add_product(acc, x1, w1, s1, FOLDED, SWAP, INTERP)
+    acc = _add_product(acc, x2, w2, s2, FOLDED, SWAP, INTERP)
+    acc = _add_product(acc, x3, w3, s3, FOLDED, SWAP, INTERP)
+    return acc
+
+
+@triton.jit
+def sum_chunks(
+    x_ptrs,
+    m,
+    limit,
+    w_ptrs,
+    s_ptrs,
+    s_stride,
+    first,
+    last,
+    K,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FOLDED: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DECODER: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """float32 [TOKENS, ROWS]: the product over chunks `first` to `last` (exclusive).
+
+    The pointers stand at chunk `first`; `m` int32 [TOKENS, 1] counts the rows of x, of which those
+    below `limit` exist. Without EVEN_K the last chunk of all ends inside the padding of the weight,
+    where x has no columns; it is taken out of the loop.
+    """
+    if SWAP:
+        acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    else:
+        acc = tl.zeros((TOKENS, ROWS), tl.float32)
+    whole = last if EVEN_K else tl.minimum(last, K // 128)
+    for _ in range(first, whole):
+        acc = _add_chunk(
+            acc, x_ptrs, m, limit, w_ptrs, s_ptrs, 128, True, FOLDED, SWAP, DECODER, INTERP
+        )
+        x_ptrs += 128
+        w_ptrs += 32
+        s_ptrs += s_stride
+    if not EVEN_K:
+        left = K - whole * 128
+        if whole < last:
+            acc = _add_chunk(
+                acc, x_ptrs, m, limit, w_ptrs, s_ptrs, left, False, FOLDED, SWAP, DECODER, INTERP
+            )
+    if SWAP:
+        acc = acc.T
+    return acc
+
+
+@triton.jit
+def _tile(tile, M, N, TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Tile coordinates (along M, along N): GROUP tiles along M share a weight tile in the cache."""
+    tiles_m = tl.cdiv(M, TOKENS)
+    tiles_n = tl.cdiv(N, ROWS)
+    band = tile // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    within = tile - band * GROUP * tiles_n
+    return band * GROUP + within % height, within // height
+
+
+@triton.jit
+def dense_kernel(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    factor_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrival_ptr,
+    M,
+    N,
+    K,
+    chunks,
+    x_stride,
+    w_stride,
+    s_stride,
+    out_stride,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FOLDED: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DECODER: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """One tile of y. With SPLIT > 1 the last of its programs to arrive adds the partial sums.
+
+    They are added in the order of K whoever arrives last, so the result is always the same.
+    `partial` is float32 [SPLIT, M, N], `arrival` int32 [tiles], zero at the start.
+    """
+    FLOAT: tl.constexpr = x_ptr.dtype.element_ty
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    tile_m, tile_n = _tile(tile, M, N, TOKENS, ROWS, GROUP)
+    m = tile_m * TOKENS + tl.arange(0, TOKENS)
+    n = tile_n * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, 32)
+    per_split = tl.cdiv(chunks, SPLIT)
+    first = split * per_split
+    last = tl.minimum(first + per_split, chunks)
+
+    row = m.to(tl.int64)[:, None]
+    x_ptrs = x_ptr + row * x_stride + (first * 128 + lane)[None, :]
+    w_ptrs = w_ptr + n.to(tl.int64)[:, None] * w_stride + (first * 32 + lane)[None, :]
+    s_ptrs = s_ptr + first.to(tl.int64) * s_stride + n
+    acc = sum_chunks(
+        x_ptrs,
+        m[:, None],
+        M,
+        w_ptrs,
+        s_ptrs,
+        s_stride,
+        first,
+        last,
+        K,
+        TOKENS,
+        ROWS,
+        FOLDED,
+        SWAP,
+        EVEN_K,
+        DECODER,
+        INTERP,
+    )
+    mask = (m[:, None] < M) & (n[None, :] < N)
+    out_ptrs = out_ptr + row * out_stride + n[None, :]
+    if SPLIT == 1:
+        _finish(acc, out_ptrs, mask, factor_ptr, bias_ptr, n, N, FLOAT, HAS_BIAS, INTERP)
+    else:
+        partial_ptrs = partial_ptr + row * N + n[None, :]
+        plane = M.to(tl.int64) * N
+        tl.store(partial_ptrs + split * plane, acc, mask=mask)
+        # All threads have stored before one of them announces it.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrival_ptr + tile, 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            acc = tl.zeros((TOKENS, ROWS), tl.float32)
+            for i in range(SPLIT):
+                acc += tl.load(partial_ptrs + i * plane, mask=mask, other=0.0, cache_modifier=".cg")
+            _finish(acc, out_ptrs, mask, factor_ptr, bias_ptr, n, N, FLOAT, HAS_BIAS, INTERP)
+
+
+@triton.jit
+def _finish(
+    acc,
+    out_ptrs,
+    mask,
+    factor_ptr,
+    bias_ptr,
+    n,
+    N,
+    FLOAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """Apply the common factor and the bias, round and store."""
+    acc = acc * tl.load(factor_ptr)
+    if HAS_BIAS:
+        acc += widen(tl.load(bias_ptr + n, mask=n < N, other=0.0))[None, :]
+    tl.store(out_ptrs, narrow(acc, FLOAT, INTERP), mask=mask)

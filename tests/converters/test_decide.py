@@ -19,7 +19,10 @@ CONFIG = {
 
 
 def model(inner=INNER, dtype="BF16"):
-    shapes = {"model.embed_tokens.weight": (VOCAB, H), "lm_head.weight": (VOCAB, H)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, H),
+        "lm_head.weight": (VOCAB, H),
+    }
     for layer in range(2):
         base = f"model.layers.{layer}"
         shapes[f"{base}.input_layernorm.weight"] = (H,)
@@ -142,7 +145,7 @@ def test_asking_for_a_part_of_a_fusion_group_is_refused():
 )
 def test_a_pattern_without_a_hit_names_its_neighbours(origin, pattern, hint):
     with pytest.raises(RecipeError, match="matches 0 tensors") as caught:
-        decisions(Recipe(**{origin: (pattern,)}))
+        decisions(Recipe.from_mapping({origin: [pattern]}))
     assert origin in caught.value.message
     assert hint in caught.value.hint
 

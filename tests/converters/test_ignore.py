@@ -171,6 +171,7 @@ def test_expert_modules_cover_projections_and_experts():
     tensors = [TensorInfo(t["name"], t["dtype"], tuple(t["shape"])) for t in entry["tensors"]]
     name = "model.layers.0.mlp.experts.gate_up_proj"
     bank = classify(tensors, entry["config"])[name].bank
+    assert bank is not None
     found = list(expert_modules(name, bank))
     assert found[:2] == [f"model.layers.0.mlp.experts.0.{leaf}_proj" for leaf in ("gate", "up")]
     assert len(found) == 16

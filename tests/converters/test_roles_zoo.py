@@ -11,20 +11,15 @@ import re
 
 import pytest
 
+from mxfp4.converters.decide import Action, decide
+from mxfp4.converters.header import TensorInfo
+from mxfp4.converters.recipe import Level, Recipe
+from mxfp4.converters.roles import Role, classify
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import (  # noqa: E402
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
-
-from mxfp4.converters.decide import Action, decide  # noqa: E402
-from mxfp4.converters.header import TensorInfo  # noqa: E402
-from mxfp4.converters.recipe import Level, Recipe  # noqa: E402
-from mxfp4.converters.roles import Role, classify  # noqa: E402
+CONFIGS = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,9 +29,9 @@ def _names(text):
 
 
 CLASSES = {
-    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 MIXTURES = _names("""
 afmoe aria aria_text axk1 axk2 bailing_hybrid cohere2_moe deepseek_v2 deepseek_v3
@@ -95,7 +90,7 @@ def _try(config, name, value):
 
 
 def build(model_type):
-    config = CONFIG_MAPPING[model_type]()
+    config = CONFIGS[model_type]()
     shorten(config)
     model_class = getattr(transformers, CLASSES[model_type])
     with torch.device("meta"):

@@ -1,0 +1,1 @@
+"""A checkpoint run block by block: one decoder layer in memory, activations on disk."""

@@ -134,21 +134,24 @@ def projections_of(
 def flattened_bank(
     scene: Scene, path: Path, shape: Shape, facts: ModelFacts
 ) -> tuple[int, ExpertBank] | None:
-    """Axis and bank of `[E*I, H]` under an experts container without an index, else None."""
-    count = next((n for n in sorted(facts.expert_counts, reverse=True) if shape[0] % n == 0), 0)
-    if not count or shape[0] == count or shape[1] not in _hidden_or_any(facts):
-        return None
+    """Axis and bank of experts stored below each other without an index, else None.
+
+    `[E*I, H]` is summed over its columns on the way in, and over its rows on the way out if it
+    has the shape of the way in; `[E*H, I]` is summed over its columns.
+    """
     leaf = path[-1]
     down = bool(words.FFN_OUT.fullmatch(leaf)) and not words.FFN_IN.fullmatch(leaf)
-    same = any(
-        other == shape
+    inward = [
+        other
         for name, other in scene.matrices_under(path[:-1]).items()
-        if words.FFN_IN.fullmatch(name)
-    )
-    axis = 0 if down and same else 1
-    bank = ExpertBank(count, 1 - axis, (leaf,), "single", flattened=True)
-    return axis, bank
-
-
-def _hidden_or_any(facts: ModelFacts) -> tuple[int, ...]:
-    return facts.expert_widths
+        if words.FFN_IN.fullmatch(name) and name != leaf and len(other) == 2
+    ]
+    for count in sorted(facts.expert_counts, reverse=True):
+        if shape[0] % count or shape[0] == count:
+            continue
+        wide = shape[1] in facts.expert_widths
+        tall = any(shape[0] == count * k and n == count * shape[1] for n, k in inward)
+        if wide or (down and tall):
+            axis = 0 if down and shape in inward else 1
+            return axis, ExpertBank(count, 1 - axis, (leaf,), "single", flattened=True)
+    return None

@@ -30,7 +30,7 @@ _VOCAB = ("vocab_size", "padded_vocab_size", "n_vocab", "vocabulary_size")
 _EXPERTS = re.compile(
     r"(moe_)?(num|n|number_of)_((routed|local|primary|moe|total|sparse)_)?experts"
     r"|moe_num_(primary_|routed_)?experts|num_experts_per_layer|(moe_)?expert_count"
-    r"|ffn_num_experts|moe_num_experts"
+    r"|ffn_num_experts|(num_)?moe_experts|(moe_)?expert_num|num_switch_experts"
 )
 _EXTRA = re.compile(
     r"(zero|null|skip|identity|copy|constant)_experts?_num|(moe_)?(num|n)_(zero|null|skip|copy)_experts?"

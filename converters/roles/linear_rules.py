@@ -73,7 +73,8 @@ def mixer(view: View) -> Verdict | None:
     inside = _owner(parents, words.ATTENTION, words.ATTENTION_WRAPPERS)
     if inside is None:
         direct = not parents and words.DIRECT_ATTENTION.fullmatch(leaf)
-        group = (0, "qkv") if direct and leaf != "attn_out" else None
+        inward = leaf not in ("attn_out", "attn_output", "o_proj")
+        group = (0, "qkv") if direct and inward else None
         return Verdict(Role.ATTENTION, f"'{leaf}'", 1, group=group) if direct else None
     if inside in words.ANY_MIXER and siblings & {"up_proj", "gate_proj"} and leaf != "o_proj":
         return None

@@ -125,7 +125,7 @@ def _bare_bank(view: View) -> Verdict | None:
     """Rank 3 with one slice per expert and a feed-forward word, without an `experts` segment."""
     stem = words.stem(view.leaf)
     known = words.FFN_IN.fullmatch(stem) or words.FFN_OUT.fullmatch(stem)
-    if view.rank != 3 or not known or not view.in_layer:
+    if view.rank != 3 or not known or not view.in_layer or view.in_attention:
         return None
     if view.shape[0] in view.facts.expert_counts:
         return _stacked(view, Role.EXPERT, (len(view.path) - 1, "experts"))
@@ -171,6 +171,8 @@ def shared_expert(view: View) -> Verdict | None:
     inward = words.FFN_IN.fullmatch(stem)
     outward = words.FFN_OUT.fullmatch(stem)
     if not inward and not outward:
+        return None
+    if view.leaf in words.ROUTER_WORDS and not _is_projection_gate(view):
         return None
     if view.rank == 3:
         return _stacked(view, Role.SHARED_EXPERT, (len(view.path) - 1, "experts"))

@@ -99,6 +99,10 @@ def _find_layer(segments: tuple[str, ...]) -> tuple[int | None, int | None]:
     slot = -1
     for position, segment in enumerate(segments):
         slot += "#" in segment
-        if segment == "#" and segments[position - 1].lower() in words.STACKS:
+        if segment == "#" and _counts_layers(segments[position - 1].lower()):
             return position, slot
     return None, None
+
+
+def _counts_layers(word: str) -> bool:
+    return word in words.STACKS or words.STACK_ENDINGS.fullmatch(word) is not None

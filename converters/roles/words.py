@@ -26,7 +26,8 @@ STACKS = word_set(
     "resblocks decoder_blocks encoder_blocks mtp mtp_block mtp_blocks mtp_layers mtp_modules "
     "nextn_layers nextn_predict_layers"
 )
-"""Segments whose index counts layers."""
+STACK_ENDINGS = re.compile(r"(?!.*(conv|feature|sampl|merger|adapter|proj)).*_(layers|blocks)")
+"""Segments whose index counts layers: known words, and new words for layers and blocks."""
 
 MTP = re.compile(r"mtp(_.*)?|nextn(_.*)?|midlayer|eagle.*|medusa.*|draft_.*|speculat.*")
 """A segment of a multi-token-prediction or draft block."""
@@ -119,7 +120,7 @@ ROUTER = re.compile(r".*router.*|.*routing.*")
 ROUTER_WORDS = word_set(
     "gate wg gating switch classifier gate_network weight_noise noise noisy gate_weight "
     "wgate_moe router_gate gate_fn topk_gate gate_linear gate_layer w_gate moe_gate "
-    "expert_gate experts_gate gates wnoise w_noise"
+    "expert_gate experts_gate gates wnoise w_noise linear_gate"
 )
 """Routers by a whole segment; inside an expert or attention these words mean other things."""
 
@@ -236,6 +237,6 @@ FFN_WRAPPERS = word_set("w_in w_out net inner intermediate output")
 GATE_PARENT = re.compile(r"(.*_)?(gate|gating)(_mlp|_net.*)?")
 """A parent that makes a small network a gate."""
 
-DIRECT_ATTENTION = re.compile(r"att_proj|attn_(out|qkv|q|k|v|output)")
+DIRECT_ATTENTION = re.compile(r"[qkvo]_proj|att_proj|attn_(out|qkv|q|k|v|output)")
 DIRECT_FFN = re.compile(r"ff_(proj|out)|ffn_(gate|up|down)")
 """Projections that carry the name of their block and stand directly in the layer."""

@@ -579,6 +579,89 @@ FAMILIES = {
         fc.weight                          H,HHH ? 1
         """,
     ),
+    "inkling as released": (
+        {"text_config": {**BASE, "n_routed_experts": 8, "n_shared_experts": 2}},
+        """
+        model.llm.embed.weight                                     V,H     embedding 1
+        model.llm.embed_norm.weight                                H       norm -
+        model.llm.unembed.weight                                   V,H     lm_head 1
+        model.llm.layers.{l}.attn.wq_du.weight                     H,H     attention! 1
+        model.llm.layers.{l}.attn.wk_dv.weight                     D,H     attention! 1
+        model.llm.layers.{l}.attn.wo_ud.weight                     H,H     attention! 1
+        model.llm.layers.{l}.attn.wr_du.weight                     D,H     ? 1
+        model.llm.layers.{l}.attn.rel_logits_proj.proj             16,I    ? -
+        model.llm.layers.{l}.attn.k_sconv.weight                   D,1,4   conv -
+        model.llm.layers.{l}.mlp.gate.weight                       ?10,H   router 1
+        model.llm.layers.{l}.mlp.gate.bias                         E       router_bias -
+        model.llm.layers.{l}.mlp.gate.global_scale                 1       router_bias -
+        model.llm.layers.{l}.mlp.experts.w13_weight                E,II,H  expert! 2
+        model.llm.layers.{l}.mlp.experts.w2_weight                 E,H,I   expert! 2
+        model.llm.layers.{l}.mlp.shared_experts.shared_w13_weight  2,II,H  shared_expert! 2
+        model.llm.layers.{l}.mlp.shared_experts.shared_w2_weight   2,H,I   shared_expert! 2
+        model.audio.encoder.weight                                 V,H     vision -
+        """,
+    ),
+    "experts stored by megatron's names": (
+        MOE,
+        """
+        decoder.layers.{l}.self_attention.linear_qkv.weight                    HHH,H  attention! 1
+        decoder.layers.{l}.self_attention.linear_proj.weight                   H,H    attention! 1
+        decoder.layers.{l}.mlp.router.weight                                   E,H    router 1
+        decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight     II,H   expert! 1
+        decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight     H,I    expert! 1
+        """,
+    ),
+    "experts switched in one tensor": (
+        MOE,
+        """
+        model.layers.{l}.mlp.gate.weight                    E,H    router 1
+        model.layers.{l}.mlp.switch_mlp.gate_proj.weight    E,I,H  expert! 2
+        model.layers.{l}.mlp.switch_mlp.up_proj.weight      E,I,H  expert! 2
+        model.layers.{l}.mlp.switch_mlp.down_proj.weight    E,H,I  expert! 2
+        """,
+    ),
+    "mistral native with latent attention": (
+        {"dim": 128, "n_layers": LAYERS, "vocab_size": 512, "moe": {"num_experts": 8}},
+        """
+        layers.{l}.attention.wkv_a_with_mqa.weight   S,H  attention! 1
+        layers.{l}.attention.wkv_b.weight            H,D  attention! 1
+        layers.{l}.attention.indexer.wq_b.weight     H,S  indexer 1
+        layers.{l}.gate.weight                       E,H  router 1
+        layers.{l}.experts.{e}.w1.weight             I,H  expert! 1
+        layers.{l}.experts.{e}.w2.weight             H,I  expert! 1
+        layers.{l}.shared_experts.w1.weight          S,H  shared_expert! 1
+        """,
+    ),
+    "gates of several shared experts": (
+        MOE,
+        """
+        model.layers.{l}.mlp.shared_experts.gate.weight       N,H  ? 1
+        model.layers.{l}.mlp.shared_experts.up_proj.weight    S,H  shared_expert! 1
+        model.layers.{l}.mlp.experts.{e}.up_proj.weight       I,H  expert! 1
+        model.layers.{l}.mlp.gate.weight                      E,H  router 1
+        """,
+    ),
+    "plamo 2": (
+        BASE,
+        """
+        model.layers.layers.{l}.mixer.in_proj.weight          HH,H   attention 1
+        model.layers.layers.{l}.mixer.bcdt_proj.weight        D,H    ssm_small 1
+        model.layers.layers.{l}.mixer.dt_proj.weight          E,D    ssm_small 1
+        model.layers.layers.{l}.mixer.conv1d.weight           H,1,4  conv -
+        model.layers.layers.{l}.mixer.A_log                   E      ssm_small -
+        model.layers.layers.{l}.mlp.gate_up_proj.weight       II,H   mlp! 1
+        model.layers.layers.{l}.pre_mixer_norm.weight         H      norm -
+        """,
+    ),
+    "sequence models for speech": (
+        {**BASE, "encoder_layers": LAYERS},
+        """
+        model.layers.{l}.self_attn.q_proj.weight      H,H  attention! 1
+        depth_decoder.layers.{l}.mlp.fc1.weight       I,D  other_linear 1
+        audio_tokenizer.decoder.blocks.{l}.attn.q_proj.weight W,W vision 1
+        codec_model.encoder.layers.0.conv.weight      D,1,4 ? -
+        """,
+    ),
     "gemma 3n": (
         {"text_config": BASE},
         """

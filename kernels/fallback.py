@@ -348,9 +348,9 @@ def _decode_floats(
     codes: NDArray[np.uint8], byte: NDArray[np.uint8], values: NDArray[np.float32]
 ) -> None:
     np.take(_FLOAT_PAIRS, codes, out=values.view(np.float64), mode="clip")
-    scale = np.ldexp(np.float32(1), byte.astype(np.int32) - E8M0_BIAS)
-    scale[byte == E8M0_NAN] = np.nan
     with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.ldexp(np.float32(1), byte.astype(np.int32) - E8M0_BIAS)
+        scale[byte == E8M0_NAN] = np.nan
         values *= scale[:, None]
 
 

@@ -137,6 +137,8 @@ def _source_blocks(source: NDArray[np.generic], dtype: str) -> NDArray[np.generi
             f"rows have {source.shape[1]:,} elements, not a multiple of {BLOCK_SIZE}",
             hint="keep this tensor in its source dtype or choose another axis",
         )
+    if not source.flags.aligned:  # as in a file whose header has an odd length
+        source = source.copy()
     return source.reshape(source.size // BLOCK_SIZE, BLOCK_SIZE)
 
 

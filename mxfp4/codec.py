@@ -93,8 +93,10 @@ def dequantize(
     if nan_scale == "raise":
         check_scales(t.scales)
     element = _split(decode_elements(unpack_codes(t.codes)))
-    value = (element * decode_scales(t.scales).unsqueeze(-1)).flatten(-2)
-    return value.to(dtype).movedim(-1, t.axis)
+    value = (element * decode_scales(t.scales).unsqueeze(-1)).to(dtype)
+    # Casting a NaN leaves its bits open, filling in NaN does not.
+    value = value.masked_fill((t.scales == E8M0_NAN).unsqueeze(-1), torch.nan)
+    return value.flatten(-2).movedim(-1, t.axis)
 
 
 def encode_blocks(

@@ -2,7 +2,8 @@
 
 Squares are summed per scale byte in units of 2^-30 of the squared scale. Those sums are integers,
 so a tensor encoded slab by slab, in any order and by any backend, has the same statistics as the
-tensor encoded at once.
+tensor encoded at once. What is below about 2^-15 of its scale adds nothing to them; the counts and
+the maxima include it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class MachineCode:
 
     `matrix` are the matrix instructions of the whole kernel; `loop` counts the instructions of the
     main loop, the innermost one with matrix instructions (without any: the longest, or the whole
-    body), and `ttir` is Triton's own form of the kernel.
+    body), `flushes` are instructions that make zeros of float32 subnormals, and `ttir` is Triton's own form of the kernel.
     """
 
     registers: int
@@ -53,6 +53,7 @@ class MachineCode:
     loop: Counter[str]
     warps: int
     warp_size: int
+    flushes: frozenset[str]
     ttir: str
 
     def per_weight(self, weights: int) -> float:
@@ -125,6 +126,7 @@ def _read_nvidia(compiled: Any) -> MachineCode:
         loop=_main_loop(code, labels, "BRA"),
         warps=compiled.metadata.num_warps,
         warp_size=32,
+        flushes=frozenset(n for n, _ in code if re.match(r"F(MUL|ADD|FMA)\b.*\.FTZ", n)),
         ttir=str(compiled.asm["ttir"]),
     )
 
@@ -142,6 +144,7 @@ def _read_amd(compiled: Any) -> MachineCode:
         loop=_main_loop(code, labels, "s_cbranch"),
         warps=compiled.metadata.num_warps,
         warp_size=compiled.metadata.warp_size,
+        flushes=frozenset(re.findall(r"amdhsa_float_denorm_mode_32 [012]\b", listing)),
         ttir=str(compiled.asm["ttir"]),
     )
 

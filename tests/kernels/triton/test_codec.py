@@ -1,4 +1,4 @@
-"""The device codec gives the bytes of the reference, over every 16-bit source value and every tie."""
+"""The device codec gives the bytes of the reference, over all 16-bit sources and every tie."""
 
 import itertools
 

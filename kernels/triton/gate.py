@@ -1,0 +1,401 @@
+"""The static gate: every shipped launch is compiled for its device and its machine code checked.
+
+A case fails when the body is (nearly) empty, when the matrix instruction is missing or of the wrong
+kind, when registers spill, when shared memory does not fit, when the main loop issues more
+instructions per weight than its limit, when subnormals would be flushed, or when a pointer is
+computed from a 32-bit product of two variables. `python -m mxfp4.kernels.triton.gate` runs all
+cases; with `--quick` those of the sample that CI runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mxfp4.kernels.triton.codec import DEQUANTIZE, QUANTIZE, TIES, ZERO_SIGNS
+from mxfp4.kernels.triton.codec_kernel import dequantize_kernel, quantize_kernel
+from mxfp4.kernels.triton.configs import TABLES, Regime, TileConfig
+from mxfp4.kernels.triton.expand_kernel import expand_kernel
+from mxfp4.kernels.triton.grouped import ACTIVATIONS
+from mxfp4.kernels.triton.grouped_kernel import grouped_kernel
+from mxfp4.kernels.triton.offline import MachineCode, compile_offline
+from mxfp4.kernels.triton.product_kernel import dense_kernel
+from mxfp4.kernels.triton.routing_kernel import combine_kernel, route_kernel, tile_kernel
+from mxfp4.kernels.triton.bits import CHUNK
+from mxfp4.spec import SCALE_BIAS, ScaleRule
+
+SHARED_BYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99, "gfx": 64, "gfx950": 160}
+"""KiB of shared memory a program may have; 227 on other NVIDIA devices."""
+
+MATRIX = {
+    ("sm_90", Regime.DECODE): "HMMA",
+    ("sm_90", ""): "HGMMA",
+    ("sm_100", Regime.DECODE): "HMMA|UTCHMMA",
+    ("sm_100", ""): "UTCHMMA",
+    ("sm_103", ""): "HMMA|UTCHMMA",
+    ("sm_", ""): "HMMA",
+    ("gfx", ""): "v_mfma_f32_.*",
+}
+"""The matrix instruction by the longest matching start of the architecture, and regime."""
+
+ISSUE_LIMITS: dict[tuple[str, str], float] = {}
+"""Most instructions per weight in the main loop, by architecture and regime."""
+
+LEAST_INSTRUCTIONS = 60
+"""A kernel with fewer was compiled to nothing, as a compiler release once did."""
+
+DTYPES = {"bf16": "*bf16!", "fp16": "*fp16!"}
+
+SAMPLE = (
+    "sm_80/dense/decode/bf16/*",
+    "sm_80/dense/large/bf16/even/folded",
+    "sm_90/dense/*/bf16/even/folded",
+    "sm_90/dense/decode/fp16/odd/folded",
+    "sm_90/dense/decode/bf16/odd/wide",
+    "sm_90/experts/decode/bf16/*",
+    "sm_90/codec/*",
+    "sm_90/routing/*",
+    "sm_100/dense/large/bf16/even/folded",
+    "sm_120/dense/large/bf16/even/folded",
+    "gfx942/dense/decode/fp16/even/folded",
+    "gfx950/dense/decode/bf16/even/folded",
+)
+"""Patterns of the cases of CI."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel for one device; `weights` is what one round of its main loop covers."""
+
+    name: str
+    architecture: str
+    kernel: Any
+    arguments: dict[str, str]
+    constants: dict[str, object]
+    warps: int
+    stages: int
+    weights: int = 0
+    matrix: str = ""
+    issue_limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for one case; `failures` is empty when it passed."""
+
+    name: str
+    registers: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+    instructions: int = 0
+    matrix: tuple[str, ...] = ()
+    issue_per_weight: float = 0.0
+    alu_per_weight: float = 0.0
+    seconds: float = 0.0
+    failures: tuple[str, ...] = field(default=())
+
+
+def cases(architectures: tuple[str, ...]) -> Iterator[Case]:
+    """Every shipped launch of these architectures."""
+    for architecture in architectures:
+        tiles: dict[TileConfig, Regime] = {}
+        for regime, config in TABLES[architecture].items():
+            tiles.setdefault(config, regime)
+        for config, regime in tiles.items():
+            yield from _products(architecture, regime, config)
+        yield from _codec(architecture)
+        yield from _routing(architecture)
+
+
+def check(case: Case) -> Verdict:
+    """Compile one case and judge it."""
+    start = time.perf_counter()
+    try:
+        code = compile_offline(
+            case.kernel,
+            case.architecture,
+            case.arguments,
+            case.constants,
+            warps=case.warps,
+            stages=case.stages,
+        )
+    except Exception as error:  # whatever the compiler throws is a verdict on the case
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
+        return Verdict(case.name, failures=(text,))
+    weights = case.weights or 1
+    return Verdict(
+        name=case.name,
+        registers=code.registers,
+        spills=code.spills,
+        shared_bytes=code.shared_bytes,
+        instructions=code.instructions,
+        matrix=tuple(sorted(code.matrix)),
+        issue_per_weight=round(code.per_weight(weights), 3) if case.weights else 0.0,
+        alu_per_weight=round(code.alu_per_weight(weights), 3) if case.weights else 0.0,
+        seconds=round(time.perf_counter() - start, 2),
+        failures=tuple(_failures(case, code)),
+    )
+
+
+def _failures(case: Case, code: MachineCode) -> Iterator[str]:
+    if code.instructions < LEAST_INSTRUCTIONS:
+        yield f"only {code.instructions} instructions: compiled to nothing"
+    if code.spills:
+        yield f"{code.spills} spills"
+    limit = _shared_limit(case.architecture)
+    if code.shared_bytes > limit:
+        yield f"{code.shared_bytes:,} bytes of shared memory, {limit:,} allowed"
+    if case.matrix:
+        wrong = [name for name in code.matrix if not re.fullmatch(case.matrix, name)]
+        if not code.matrix or wrong:
+            yield f"matrix instructions {sorted(code.matrix)}, wanted {case.matrix}"
+    if case.issue_limit and code.per_weight(case.weights) > case.issue_limit:
+        issued = code.per_weight(case.weights)
+        yield f"{issued:.2f} instructions per weight, limit {case.issue_limit}"
+    if code.flushes:
+        yield f"flushes subnormals: {sorted(code.flushes)}"
+    for line in narrow_products(code.ttir):
+        yield f"32-bit pointer product: {line}"
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """Multiplications of two 32-bit variables whose result is added to a pointer.
+
+    Tile sizes are constants and indices stay below a dimension, so `index * constant` is safe;
+    `index * stride` is the product that overflows on large tensors.
+    """
+    through = ("arith.addi", "arith.subi", "arith.extsi", "tt.splat", "tt.broadcast")
+    through += ("tt.expand_dims", "arith.muli", "ttg.convert_layout", "arith.extui")
+    defined: dict[str, tuple[str, list[str], str]] = {}
+    offsets = []
+    for line in ttir.splitlines():
+        found = re.match(r"\s*(%[\w#]+)(?::\d+)? = ([\w.]+)\b(.*)", line)
+        if not found:
+            continue
+        operands = re.findall(r"%[\w#]+", found[3])
+        defined[found[1]] = (found[2], operands, line.strip())
+        if found[2] == "tt.addptr":
+            offsets.append(operands[1])
+    bad, seen = [], set()
+    while offsets:
+        name = offsets.pop()
+        operation, operands, line = defined.get(name, ("argument", [], ""))
+        if name in seen or operation not in through:
+            continue
+        seen.add(name)
+        if operation == "arith.muli":
+            if "i64" not in line.split(" loc(")[0] and not any(
+                _is_constant(operand, defined) for operand in operands
+            ):
+                bad.append(line.split(" loc(")[0])
+            continue
+        offsets += operands
+    return bad
+
+
+def _is_constant(name: str, defined: dict[str, tuple[str, list[str], str]]) -> bool:
+    operation, operands, _ = defined.get(name, ("argument", [], ""))
+    if operation in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+        return _is_constant(operands[0], defined)
+    return operation == "arith.constant"
+
+
+def _shared_limit(architecture: str) -> int:
+    generic = "gfx" if architecture.startswith("gfx") else architecture
+    return SHARED_BYTES.get(architecture, SHARED_BYTES.get(generic, 227)) << 10
+
+
+def _matrix_of(architecture: str, regime: Regime) -> str:
+    for start in (architecture, architecture[:3]):
+        for key in ((start, regime), (start, "")):
+            if key in MATRIX:
+                return MATRIX[key]
+    raise KeyError(architecture)
+
+
+def _products(architecture: str, regime: Regime, config: TileConfig) -> Iterator[Case]:
+    for dtype, pointer in DTYPES.items():
+        for even in (True, False):
+            for folded in (True, False):
+                parts = (dtype, "even" if even else "odd", "folded" if folded else "wide")
+                common: dict[str, object] = {
+                    "TOKENS": config.tokens,
+                    "ROWS": config.rows,
+                    "FOLDED": folded,
+                    "SWAP": config.swap,
+                    "EVEN_K": even,
+                    "HAS_BIAS": True,
+                    "DECODER": config.decoder,
+                    "INTERP": False,
+                }
+                rest = {
+                    "architecture": architecture,
+                    "warps": config.warps,
+                    "stages": config.stages,
+                    "weights": config.rows * CHUNK,
+                    "matrix": _matrix_of(architecture, regime),
+                    "issue_limit": _issue_limit(architecture, regime, dtype) if folded else 0.0,
+                }
+                yield Case(
+                    name="/".join((architecture, "dense", regime, *parts)),
+                    kernel=dense_kernel,
+                    arguments=_dense_arguments(pointer),
+                    constants={
+                        **common,
+                        "GROUP": config.group,
+                        "SPLIT": 4 if config.programs_per_core else 1,
+                    },
+                    **rest,  # type: ignore[arg-type]
+                )
+                for activation in range(len(ACTIVATIONS)):
+                    yield Case(
+                        name="/".join(
+                            (architecture, "experts", regime, *parts, ACTIVATIONS[activation])
+                        ),
+                        kernel=grouped_kernel,
+                        arguments=_grouped_arguments(pointer),
+                        constants={
+                            **common,
+                            "GATHER": activation != 0,
+                            "ACTIVATION": activation,
+                        },
+                        **rest,  # type: ignore[arg-type]
+                    )
+
+
+def _issue_limit(architecture: str, regime: Regime, dtype: str) -> float:
+    return ISSUE_LIMITS.get((architecture, regime), 0.0)
+
+
+def _dense_arguments(pointer: str) -> dict[str, str]:
+    arguments = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), pointer)
+    arguments |= {"w_ptr": "*i16!", "s_ptr": "*i32!", "factor_ptr": "*fp32!"}
+    arguments |= {"partial_ptr": "*fp32!", "arrival_ptr": "*i32!", "M": "i32", "chunks": "i32"}
+    return arguments | dict.fromkeys(
+        ("N", "K", "x_stride", "w_stride", "s_stride", "out_stride"), "i32!"
+    )
+
+
+def _grouped_arguments(pointer: str) -> dict[str, str]:
+    arguments = _dense_arguments(pointer) | {"order_ptr": "*i32!", "tiles_ptr": "*i32!"}
+    arguments |= {"tiles": "i32", "choices": "i32", "limit": "fp32", "alpha": "fp32"}
+    arguments |= {"w_expert_stride": "i32!", "s_expert_stride": "i32!"}
+    unused = ("partial_ptr", "arrival_ptr", "M")
+    return {name: kind for name, kind in arguments.items() if name not in unused}
+
+
+def _codec(architecture: str) -> Iterator[Case]:
+    for dtype, pointer in {**DTYPES, "fp32": "*fp32!"}.items():
+        arguments = {"codes_ptr": "*i32!", "scales_ptr": "*u8!", "blocks": "i32"}
+        for rule in ScaleRule:
+            yield Case(
+                f"{architecture}/codec/quantize/{dtype}/{rule}",
+                architecture,
+                quantize_kernel,
+                {**arguments, "x_ptr": pointer},
+                {
+                    "BIAS": SCALE_BIAS[rule],
+                    "SEARCH": rule is ScaleRule.SEARCH,
+                    "TIES": TIES.index(TIES[0]),
+                    "SIGN": ZERO_SIGNS.index(ZERO_SIGNS[0]),
+                    "BLOCKS": QUANTIZE.blocks,
+                },
+                QUANTIZE.warps,
+                1,
+            )
+        yield Case(
+            f"{architecture}/codec/dequantize/{dtype}",
+            architecture,
+            dequantize_kernel,
+            {**arguments, "out_ptr": pointer},
+            {"BLOCKS": DEQUANTIZE.blocks, "INTERP": False},
+            DEQUANTIZE.warps,
+            1,
+        )
+    for dtype, pointer in DTYPES.items():
+        for folded in (True, False):
+            yield Case(
+                f"{architecture}/codec/expand/{dtype}/{'folded' if folded else 'wide'}",
+                architecture,
+                expand_kernel,
+                {
+                    "w_ptr": "*i16!",
+                    "s_ptr": "*i32!",
+                    "factor_ptr": "*fp32!",
+                    "out_ptr": pointer,
+                    "first_row": "i32!",
+                    "last_row": "i32",
+                    **dict.fromkeys(("K", "w_stride", "s_stride", "out_stride"), "i32!"),
+                },
+                {
+                    "ROWS": 64,
+                    "FOLDED": folded,
+                    "DECODER": "ptx" if architecture.startswith("sm_") else "plain",
+                    "INTERP": False,
+                },
+                4,
+                1,
+            )
+
+
+def _routing(architecture: str) -> Iterator[Case]:
+    def case(name: str, kernel: Any, arguments: dict[str, str], **constants: object) -> Case:
+        return Case(
+            f"{architecture}/routing/{name}", architecture, kernel, arguments, constants, 4, 1
+        )
+
+    table = {"ends_ptr": "*i32!", "tiles_ptr": "*i32!", "tiles": "i32", "experts": "i32"}
+    yield case(
+        "route",
+        route_kernel,
+        {
+            **dict.fromkeys(("ids_ptr", "order_ptr", "slot_ptr", "ends_ptr"), "*i32!"),
+            "entries": "i32",
+        },
+        BLOCK=1024,
+    )
+    yield case("tiles", tile_kernel, table, TOKENS=16, EXPERTS=512, BLOCK=16)
+    for dtype, pointer in DTYPES.items():
+        arguments = {"y_ptr": pointer, "out_ptr": pointer, "weight_ptr": "*fp32!"}
+        arguments |= dict.fromkeys(("ids_ptr", "slot_ptr"), "*i32!")
+        arguments |= {"experts": "i32", "choices": "i32"}
+        arguments |= dict.fromkeys(("N", "y_stride", "out_stride"), "i32!")
+        yield case(f"combine/{dtype}", combine_kernel, arguments, COLUMNS=1024, INTERP=False)
+
+
+def main() -> None:
+    """Run the gate; exit status 1 if a case fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("patterns", nargs="*", help="cases to run, such as 'sm_90/dense/*'")
+    parser.add_argument("--quick", action="store_true", help="only the sample of CI")
+    parser.add_argument("--out", type=Path, help="write all verdicts to this JSON file")
+    options = parser.parse_args()
+    patterns = (*options.patterns, *(SAMPLE if options.quick else ())) or ("*",)
+    verdicts = []
+    for case in cases(tuple(TABLES)):
+        if not any(fnmatch(case.name, pattern) for pattern in patterns):
+            continue
+        verdict = check(case)
+        verdicts.append(verdict)
+        print(
+            f"{'FAIL' if verdict.failures else 'ok  '} {verdict.name}: {verdict.registers} "
+            f"registers, {verdict.shared_bytes >> 10} KiB, {verdict.issue_per_weight:.2f} issued "
+            f"per weight, {verdict.alu_per_weight:.2f} ALU {'; '.join(verdict.failures)}",
+            flush=True,
+        )
+    if options.out:
+        options.out.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n")
+    failed = sum(bool(verdict.failures) for verdict in verdicts)
+    print(f"{len(verdicts) - failed} passed, {failed} failed")
+    raise SystemExit(1 if failed or not verdicts else 0)
+
+
+if __name__ == "__main__":
+    main()

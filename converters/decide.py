@@ -147,7 +147,7 @@ def _wish(
     if asked is not None:
         _refuse_protected(info, role, recipe, asked)
         reason = f"asked for by the pattern {asked!r}"
-    elif role.role in recipe.force_roles and len(info.shape) >= 2:
+    elif _is_forced(info, role, recipe):
         reason = f"role {role.role} is forced"
     elif in_level(role, level):
         reason = f"{role.role}: level {level}"
@@ -159,6 +159,12 @@ def _wish(
     if length is None or length % BLOCK_SIZE or not length:
         return _Wish(False, _why_blocked(info, role, length), blocked=True, final=True)
     return _Wish(True, reason, asked=asked is not None)
+
+
+def _is_forced(info: TensorInfo, role: TensorRole, recipe: Recipe) -> bool:
+    """Forcing a tower or a prediction block does not reach the protected parts inside it."""
+    shielded = role.inner in PROTECTED_ROLES and role.inner not in recipe.force_roles
+    return role.role in recipe.force_roles and len(info.shape) >= 2 and not shielded
 
 
 def in_level(role: TensorRole, level: Level) -> bool:

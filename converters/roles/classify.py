@@ -19,7 +19,7 @@ from mxfp4.converters.roles.places import Place
 from mxfp4.converters.roles.scenes import expert_index
 from mxfp4.converters.roles.survey import Survey, survey
 from mxfp4.converters.roles.types import Role, TensorRole
-from mxfp4.converters.roles.view import Verdict, View
+from mxfp4.converters.roles.view import WEIGHTS, Verdict, View
 
 RULES: tuple[Callable[[View], Verdict | None], ...] = (
     keep_rules.scale,
@@ -46,6 +46,8 @@ _PLACE_ROLES = {
     Place.SPEECH: Role.OTHER_LINEAR,
     Place.MTP: Role.MTP,
 }
+
+_INDEX_DTYPES = frozenset({"I64", "I32", "I16", "U64", "U32", "U16", "BOOL"})
 
 _PROJECTIONS = frozenset(
     {Role.EXPERT, Role.SHARED_EXPERT, Role.MLP, Role.ATTENTION, Role.ATTENTION_GATE}
@@ -109,10 +111,9 @@ def judge(view: View, found: Survey, late: bool) -> Verdict:
 
 
 def _unknown(view: View) -> Verdict:
-    linear = view.rank >= 2 and view.family.parameter in ("", "weight")
-    if not linear or not view.dtype.startswith(("BF", "F16", "F32")):
+    if view.rank < 2 or view.family.parameter not in WEIGHTS or view.dtype in _INDEX_DTYPES:
         return Verdict(Role.OTHER, "not a matrix of a projection")
-    axis = 1 if view.rank == 2 and view.family.parameter == "weight" else None
+    axis = 1 if view.rank == 2 and view.family.parameter else None
     return Verdict(Role.OTHER_LINEAR, "no rule knows this name", axis, recognised=False)
 
 

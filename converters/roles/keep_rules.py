@@ -42,6 +42,8 @@ def bias(view: View) -> Verdict | None:
     named = leaf.endswith(("_bias", "_biases")) and not words.EMBEDDING.fullmatch(leaf)
     if not (is_parameter or named or leaf in ("bias", "biases")):
         return None
+    if "sink" in leaf:
+        return Verdict(Role.OTHER, "a learned attention sink")
     owner = view.path if is_parameter else view.path[:-1]
     names = [part for part in owner if part != "#"]
     near = names[-1] if names else ""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mxfp4.converters.roles import words
+from mxfp4.errors import UnsupportedFormatError
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 _ANY_INDEX = re.compile(r"(?:(?<=\.)|(?<=\.expert_)|(?<=\.experts_))(\d+)(?=\.|$)")
@@ -63,7 +64,12 @@ class Family:
 
 
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:
-    """Family text and indices of a tensor or module name; `spell` is the inverse."""
+    """Family text and indices of a tensor or module name; `spell` is the inverse.
+
+    Raises `UnsupportedFormatError` for a name with the character that stands for an index.
+    """
+    if "#" in name:
+        raise UnsupportedFormatError("names with '#' are not supported", tensor=name)
     if "expert_" in name or "experts_" in name:
         parts = _ANY_INDEX.split(name)
         return "#".join(parts[::2]), tuple(parts[1::2])

@@ -179,6 +179,19 @@ def test_a_forced_role_is_quantized():
     assert "model.layers.0.mlp.gate.weight" in forced
 
 
+def test_forcing_a_prediction_block_spares_its_router_and_norms():
+    shapes = {
+        "mtp.layers.0.mlp.gate_proj.weight": (INNER, H),
+        "mtp.layers.0.mlp.up_proj.weight": (INNER, H),
+        "mtp.layers.0.mlp.gate.weight": (EXPERTS, H),
+        "mtp.layers.0.embed_tokens.weight": (VOCAB, H),
+    }
+    tensors = [TensorInfo(name, "BF16", shape) for name, shape in shapes.items()]
+    recipe = Recipe(force_roles=frozenset({Role.MTP}))
+    found = decide(tensors, classify(tensors, CONFIG), recipe)
+    assert quantized(found) == set(list(shapes)[:2])
+
+
 def test_an_odd_contraction_length_blocks_and_names_itself():
     found = decisions(Recipe(level=Level.LINEAR), inner=200)
     blocked = {name for name, decision in found.items() if decision.blocked}

@@ -96,12 +96,9 @@ def test_role_of_everything_else(name):
     wrong = []
     for truth in entry["tensors"]:
         role = roles[truth["name"]]
-        # The corpus calls norms and scales of one prediction block by their own roles, and a
-        # learned sink of attention "other" although it is stored as a bias.
+        # The corpus calls norms and scales of one prediction block by their own roles.
         seen = {str(role.role), str(role.inner)}
         if role.kind == "scale" or role.inner is Role.OTHER:
-            seen.add("other")
-        if truth["name"].endswith("attention_sink_bias"):
             seen.add("other")
         if truth["class"] not in seen:
             wrong.append((truth, role))

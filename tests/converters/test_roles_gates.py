@@ -6,6 +6,7 @@ from mxfp4.converters.decide import Action, decide
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.converters.roles import Role, classify
+from mxfp4.errors import UnsupportedFormatError
 
 HIDDEN, INNER, EXPERTS = 128, 192, 8
 CONFIG = {
@@ -119,3 +120,24 @@ def test_a_router_word_is_found_without_any_config():
         name = f"model.layers.0.mlp.{spelling}.weight"
         roles = classify([*tensors, TensorInfo(name, "BF16", (EXPERTS, HIDDEN))], None)
         assert roles[name].role is Role.ROUTER
+
+
+def test_strange_names_do_not_break_the_rules():
+    names = ["", "weight", "bias", "0", "layers.0", "layers.0.weight", "a.b.", ".", "..", "x.0.1.2"]
+    names += ["layers.0.experts", "experts.0", "experts.weight", "model.layers.00.mlp.gate.weight"]
+    for shape in ((), (0,), (8,), (8, 128), (8, 128, 128), (1, 1, 1, 1)):
+        roles = classify([TensorInfo(name, "BF16", shape) for name in names], CONFIG)
+        assert list(roles) == names
+        assert all(role.evidence for role in roles.values())
+    with pytest.raises(UnsupportedFormatError):
+        classify([TensorInfo("a.#.b", "BF16", (8,))], CONFIG)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"text_config": {}}, {"num_experts": "8"}, {"num_hidden_layers": None}]
+)
+def test_configs_that_say_nothing_are_like_none(config):
+    tensors = [TensorInfo(name, "BF16", shape) for name, shape in SURROUNDINGS]
+    there = {name: (role.role, role.axis) for name, role in classify(tensors, config).items()}
+    none = {name: (role.role, role.axis) for name, role in classify(tensors, None).items()}
+    assert there == none

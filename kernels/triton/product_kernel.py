@@ -22,7 +22,16 @@ from mxfp4.kernels.triton.decode import (
 
 
 @triton.jit
-def _add_product(acc, x, w, s, FOLDED: tl.constexpr, SWAP: tl.constexpr, INTERP: tl.constexpr):
+def _add_product(
+    acc,
+    x,
+    w,
+    s,
+    FOLDED: tl.constexpr,
+    SWAP: tl.constexpr,
+    DECODER: tl.constexpr,
+    INTERP: tl.constexpr,
+):
     """acc + x (w * s)^T for one plane: x [TOKENS, 32], w [ROWS, 32], s [ROWS].
 
     Without FOLDED, `w` holds elements, and `s` (float32) multiplies the sum of the block instead.
@@ -32,7 +41,13 @@ def _add_product(acc, x, w, s, FOLDED: tl.constexpr, SWAP: tl.constexpr, INTERP:
         w = widen(w)
         s = widen(s)
     if FOLDED:
-        w = w * s[:, None]
+        if DECODER == "plain" and w.dtype == tl.bfloat16:
+            # Devices without bfloat16 multiplication would emulate its rounding, although the
+            # product is exact: the lower half of the float32 is zero.
+            product = (widen(w) * widen(s)[:, None]).to(tl.uint32, bitcast=True)
+            w = (product >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            w = w * s[:, None]
         if SWAP:
             acc = tl.dot(w, x.T, acc)
         else:
@@ -88,10 +103,10 @@ def _add_chunk(
         w1 = w1 * unbias(FLOAT)
         w2 = w2 * unbias(FLOAT)
         w3 = w3 * unbias(FLOAT)
-    acc = _add_product(acc, x0, w0, s0, FOLDED, SWAP, INTERP)
-    acc = _add_product(acc, x1, w1, s1, FOLDED, SWAP, INTERP)
-    acc = _add_product(acc, x2, w2, s2, FOLDED, SWAP, INTERP)
-    acc = _add_product(acc, x3, w3, s3, FOLDED, SWAP, INTERP)
+    acc = _add_product(acc, x0, w0, s0, FOLDED, SWAP, DECODER, INTERP)
+    acc = _add_product(acc, x1, w1, s1, FOLDED, SWAP, DECODER, INTERP)
+    acc = _add_product(acc, x2, w2, s2, FOLDED, SWAP, DECODER, INTERP)
+    acc = _add_product(acc, x3, w3, s3, FOLDED, SWAP, DECODER, INTERP)
     return acc
 
 

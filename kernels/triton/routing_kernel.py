@@ -87,7 +87,7 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """out[t] = sum over the choices j of token t, in their order, of weight[t, j] * y[slot[t, j]]."""
+    """out[t] = sum over the choices j of token t, in order, of weight[t, j] * y[slot[t, j]]."""
     FLOAT: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -72,15 +72,26 @@ def expert_modules(name: str, bank: ExpertBank) -> Iterator[str]:
             yield f"{parent}.{expert}.{projection}"
 
 
-def ignore_patterns(quantized_modules: Iterable[str], kept: Mapping[str, TensorRole]) -> list[str]:
+def ignore_patterns(
+    quantized_modules: Iterable[str] | NameSet, kept: Mapping[str, TensorRole]
+) -> list[str]:
     """Patterns that hit every kept module, and what engines may call it, and no quantized one.
 
-    Raises `RecipeError` if the two sides cannot be told apart.
+    Both sides have been checked with `check_ignore` when this returns. Raises `RecipeError` if
+    they cannot be told apart.
     """
-    packed = NameSet(quantized_modules)
-    trunk = NameSet(name for name, role in kept.items() if role.role is not Role.MTP)
+    packed = (
+        quantized_modules if isinstance(quantized_modules, NameSet) else NameSet(quantized_modules)
+    )
+    predicted = NameSet(name for name, role in kept.items() if role.role is Role.MTP)
+    everything = NameSet(kept)
+    trunk = {
+        text
+        for text, members in everything.families.items()
+        if not members <= predicted.families.get(text, set())
+    }
     forms = frozenset(packed.families) | _aliases(packed.families)
-    names = _Names(NameSet(kept), packed, frozenset(trunk.families), forms)
+    names = _Names(everything, packed, frozenset(trunk), forms)
     predictions = [body for body in _prediction_bodies(kept) if _clean(body, names)]
     subtrees = [body for body in _subtree_bodies(kept) if _clean(body, names)]
     chosen = predictions + subtrees

@@ -13,14 +13,18 @@ from collections.abc import Collection, Iterable, Iterator
 from mxfp4.converters.roles.names import spell, split_name
 from mxfp4.errors import RecipeError
 
+_START = r"re:.*\b"
 _PLAIN = re.compile(r"re:\.\*\\b(?:\w|-|\\[.-]|\\d\+|\(\?:\d+(?:\|\d+)*\)|(?<=\\\.)\.\*)+\$")
+
+_MENTIONED = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 
 
 class Matcher:
     """Compiled patterns: `re:` expressions and exact names.
 
-    `mentioned` holds the numbers that occur in plain patterns; None if one is not plain, so that
-    every name has to be tested by itself.
+    `mentioned` holds the numbers that plain patterns can tell from others (the 1 of `w1` is not
+    one of them, an index never touches a letter); None if a pattern is not plain, so that every
+    name has to be tested by itself.
     """
 
     def __init__(self, patterns: Collection[str]) -> None:
@@ -31,7 +35,11 @@ class Matcher:
             (item, re.compile(item[3:])) for item in self.patterns if item.startswith("re:")
         ]
         plain = all(_PLAIN.fullmatch(item) for item, _ in self._expressions) and not self._exact
-        numbers = {found for item in self.patterns for found in re.findall(r"\d+", item)}
+        numbers = {
+            found
+            for item in self.patterns
+            for found in _MENTIONED.findall(item.removeprefix(_START))
+        }
         self.mentioned = frozenset(numbers) if plain else None
         free = (str(number) for number in range(len(numbers) + 1))
         self.placeholder = next(number for number in free if number not in numbers)
@@ -57,17 +65,23 @@ class NameSet:
         for name in names:
             text, indices = split_name(name)
             self.families[text].add(indices)
-        self._numbers = {
-            text: set().union(*members) if text.count("#") else set[str]()
-            for text, members in self.families.items()
-        }
+        self._numbers: dict[str, set[str]] = {}
+
+    def numbers(self, family: str) -> set[str]:
+        """All numbers in the names of a family, whatever their place."""
+        if family not in self._numbers:
+            members = self.families[family]
+            self._numbers[family] = {number for indices in members for number in indices}
+        return self._numbers[family]
 
     def representatives(self, matcher: Matcher, family: str | None = None) -> Iterator[str]:
         """Names that stand for all names (of one family) as far as the matcher can tell."""
         for text in self.families if family is None else (family,):
             members: Iterable[tuple[str, ...]] = self.families[text]
             mentioned, free = matcher.mentioned, matcher.placeholder
-            if mentioned is not None and self._numbers[text].isdisjoint(mentioned):
+            if mentioned is not None and (
+                not mentioned or self.numbers(text).isdisjoint(mentioned)
+            ):
                 members = [(free,) * text.count("#")]
             elif mentioned is not None:
                 members = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.roles import keep_rules, linear_rules, moe_rules
+from mxfp4.converters.roles.axes import correct_axis
 from mxfp4.converters.roles.facts import ModelFacts
 from mxfp4.converters.roles.names import Family
 from mxfp4.converters.roles.places import Place
@@ -65,7 +66,10 @@ def classify(
     found = survey(tensors, config)
     stamps: dict[tuple[int, int], _Stamp] = {}
     roles: dict[str, TensorRole] = {}
-    for name, kind, layer, indices in found.rows:
+    rows = found.rows
+    for name, kind, layer, indices in zip(
+        rows.names, rows.kinds, rows.layers, rows.indices, strict=True
+    ):
         key = (kind, layer.setting)
         stamp = stamps.get(key)
         if stamp is None:
@@ -101,7 +105,7 @@ def judge(view: View, found: Survey, late: bool) -> Verdict:
     if place is Place.TRUNK and late:
         place, reason = Place.MTP, "its layer index lies beyond the trunk or holds prediction parts"
     if place is Place.TRUNK:
-        return found.correct_axis(view, verdict)
+        return correct_axis(view, verdict)
     role = _PLACE_ROLES[place]
     if place is Place.SPEECH and verdict.recognised and verdict.role not in _PROJECTIONS:
         return verdict

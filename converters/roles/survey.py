@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mxfp4.converters.header import TensorInfo
@@ -13,7 +13,6 @@ from mxfp4.converters.roles.facts import ModelFacts, complete_facts, nests_text,
 from mxfp4.converters.roles.names import Family, parse_family, split_name
 from mxfp4.converters.roles.places import Place, place_of
 from mxfp4.converters.roles.scenes import Member, Scene, build_scene, find_container
-from mxfp4.converters.roles.view import Verdict, View
 
 _TOWER_SHARE = 0.25
 """A stack without norms is foreign if fewer of its matrices have a side of the trunk's width."""
@@ -31,17 +30,27 @@ class Layer:
 
 
 @dataclass(slots=True)
+class Rows:
+    """One entry per tensor: its name, the number of its member, its layer and its indices."""
+
+    names: list[str] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+    indices: list[tuple[str, ...]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Survey:
     """Everything the rules need to know beyond one tensor.
 
-    A row is (name, number of its member, layer, indices); a setting is a scene and whether the
-    layer predicts further tokens.
+    `rows` are columns of equal length; a setting is a scene and whether the layer predicts further
+    tokens.
     """
 
     facts: ModelFacts
     members: list[Member]
     settings: list[tuple[Scene, bool]]
-    rows: list[tuple[str, int, Layer, tuple[str, ...]]]
+    rows: Rows
     containers: dict[Family, int | None]
     towers: frozenset[str] = frozenset()
     _places: dict[Family, tuple[Place, str]] = field(default_factory=dict)
@@ -57,30 +66,6 @@ class Survey:
             self._places[family] = place, reason
         return self._places[family]
 
-    def correct_axis(self, view: View, verdict: Verdict) -> Verdict:
-        """A bias as long as the second axis alone says that the matrix is `[in, out]`."""
-        if view.rank != 2 or verdict.axis != 1 or verdict.bank is not None:
-            return verdict
-        if _input_major(view):
-            return replace(verdict, axis=0, evidence=f"{verdict.evidence}; stored [in, out]")
-        return verdict
-
-
-def _input_major(view: View) -> bool:
-    rows, columns = view.shape
-    if view.path in view.scene.mixed:
-        return False
-    if rows != columns:
-        lengths = view.scene.biases.get(view.path)
-        return lengths == (columns,)
-    for path, length in view.scene.biases.items():
-        shape = view.scene.weights.get(path)
-        if shape is None or len(shape) != 2 or shape[0] == shape[1]:
-            continue
-        if path[-1].startswith("c_") and view.leaf.startswith("c_"):
-            return length == (shape[1],)
-    return False
-
 
 def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> Survey:
     """Parse every name once and intern families, members and scenes."""
@@ -88,7 +73,7 @@ def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> S
     members: list[Member] = []
     stacks: dict[str, dict[str, Layer]] = defaultdict(dict)
     outside = Layer("", "")
-    rows: list[tuple[str, int, Layer, tuple[str, ...]]] = []
+    rows = Rows()
     for info in tensors:
         text, indices = split_name(info.name)
         track = tracks.get(text)
@@ -106,7 +91,10 @@ def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> S
             layers = stacks[track.family.stack]
             layer = layers.get(index) or layers.setdefault(index, Layer(track.family.stack, index))
         layer.kinds.add(kind)
-        rows.append((info.name, kind, layer, indices))
+        rows.names.append(info.name)
+        rows.kinds.append(kind)
+        rows.layers.append(layer)
+        rows.indices.append(indices)
     found = [outside, *(layer for layers in stacks.values() for layer in layers.values())]
     return _assemble(config, members, found, rows, list(tracks.values()))
 
@@ -132,7 +120,7 @@ def _assemble(
     config: Mapping[str, Any] | None,
     members: list[Member],
     layers: list[Layer],
-    rows: list[tuple[str, int, Layer, tuple[str, ...]]],
+    rows: Rows,
     tracks: list[_Track],
 ) -> Survey:
     stated = read_facts(config) if config is not None else None

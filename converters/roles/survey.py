@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,9 @@ from mxfp4.converters.roles.facts import ModelFacts, complete_facts, nests_text,
 from mxfp4.converters.roles.names import Family, parse_family, split_name
 from mxfp4.converters.roles.places import Place, place_of
 from mxfp4.converters.roles.scenes import Member, Scene, build_scene, find_container
+
+_MOST_PREDICTION_LAYERS = 8
+"""Releases have one to three; more layers than that beyond the config's count are no predictors."""
 
 _TOWER_SHARE = 0.25
 """A stack without norms is foreign if fewer of its matrices have a side of the trunk's width."""
@@ -129,11 +132,13 @@ def _assemble(
     facts = _measure(stated, members, containers, tracks)
     scenes: dict[frozenset[int], Scene] = {}
     settings: dict[tuple[frozenset[int], bool], int] = {}
+    sizes = Counter(layer.stack for layer in layers)
     for layer in layers:
         kinds = frozenset(layer.kinds)
         if kinds not in scenes:
             scenes[kinds] = build_scene((members[kind] for kind in kinds), containers)
-        late = bool(layer.index) and _is_prediction_layer(layer, scenes[kinds], facts)
+        extra = sizes[layer.stack] - facts.layer_count
+        late = bool(layer.index) and _is_prediction_layer(layer, scenes[kinds], facts, extra)
         layer.setting = settings.setdefault((kinds, late), len(settings))
     return Survey(
         facts,
@@ -145,14 +150,17 @@ def _assemble(
     )
 
 
-def _is_prediction_layer(layer: Layer, scene: Scene, facts: ModelFacts) -> bool:
+def _is_prediction_layer(layer: Layer, scene: Scene, facts: ModelFacts, extra: int) -> bool:
     """Whether a layer predicts further tokens: by what it holds, or by an index past the trunk.
 
-    In an encoder-decoder the stacks may have different lengths, so only contents count there.
+    In an encoder-decoder the stacks may have different lengths, and with many `extra` layers the
+    config counts something else than this stack; then only contents count.
     """
     if scene.has_word(words.MTP_LEAVES):
         return True
-    beyond = 0 < facts.layer_count <= int(layer.index) and not facts.encoder_decoder
+    if facts.encoder_decoder or extra > _MOST_PREDICTION_LAYERS:
+        return False
+    beyond = 0 < facts.layer_count <= int(layer.index)
     return beyond and "encoder" not in layer.stack.split(".")
 
 

@@ -141,3 +141,13 @@ def test_configs_that_say_nothing_are_like_none(config):
     there = {name: (role.role, role.axis) for name, role in classify(tensors, config).items()}
     none = {name: (role.role, role.axis) for name, role in classify(tensors, None).items()}
     assert there == none
+
+
+@pytest.mark.parametrize(("layers", "late"), [(3, 1), (5, 3), (30, 0)])
+def test_a_few_layers_past_the_count_predict_many_do_not(layers, late):
+    tensors = [
+        TensorInfo(f"model.layers.{layer}.mlp.up_proj.weight", "BF16", (INNER, HIDDEN))
+        for layer in range(layers)
+    ]
+    roles = classify(tensors, CONFIG)
+    assert sum(role.role is Role.MTP for role in roles.values()) == late

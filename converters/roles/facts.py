@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _NESTED = (
@@ -54,9 +54,7 @@ class ModelFacts:
     expert_counts: frozenset[int]
     router_rows: frozenset[int]
     expert_widths: tuple[int, ...]
-    shared_count: int
     encoder_decoder: bool
-    from_config: bool
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,7 +84,6 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
     latent = sorted(
         {value for key in _LATENT if (value := _int(text.get(key)))} - {hidden}, reverse=True
     )
-    shared = [value for key, value in _walk(text) if "shared_expert" in key and _int(value)]
     return ModelFacts(
         model_type=str(text.get("model_type") or config.get("model_type") or ""),
         hidden_size=hidden,
@@ -95,9 +92,7 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         expert_counts=experts,
         router_rows=frozenset(sums),
         expert_widths=(*((hidden,) if hidden else ()), *latent),
-        shared_count=next((_int(v) for v in shared if _int(v) < 64), 0),
         encoder_decoder=bool(config.get("is_encoder_decoder")),
-        from_config=True,
     )
 
 
@@ -115,20 +110,16 @@ def complete_facts(
     hidden = (tables[0][1] if tables else 0) or (norms[0][0] if norms else 0)
     counted = frozenset(count for count in (*container_counts, *bank_counts) if count > 1)
     if facts is None:
-        facts = ModelFacts("", 0, 0, 0, frozenset(), frozenset(), (), 0, False, False)
+        facts = ModelFacts("", 0, 0, 0, frozenset(), frozenset(), (), encoder_decoder=False)
     experts = facts.expert_counts or counted
     width = facts.hidden_size or hidden
-    return ModelFacts(
-        model_type=facts.model_type,
+    return replace(
+        facts,
         hidden_size=width,
         vocab_size=facts.vocab_size or (tables[0][0] if tables else 0),
-        layer_count=facts.layer_count,
         expert_counts=experts,
         router_rows=facts.router_rows or experts | {count + 1 for count in experts},
         expert_widths=facts.expert_widths or ((width,) if width else ()),
-        shared_count=facts.shared_count,
-        encoder_decoder=facts.encoder_decoder,
-        from_config=facts.from_config,
     )
 
 

@@ -43,9 +43,9 @@ class Scene:
         return self.leaves.get(path[:-1], set())
 
     def matrices_under(self, parent: Path) -> Mapping[str, Shape]:
-        """Weights of rank 2 or 3 directly below a module."""
+        """Weights of rank 2 or 3 directly below a module, by name."""
         found: dict[str, Shape] = {}
-        for leaf in self.leaves.get(parent, ()):
+        for leaf in sorted(self.leaves.get(parent, ())):
             shape = self.weights.get((*parent, leaf))
             if shape is not None and len(shape) in (2, 3):
                 found[leaf] = shape

@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +196,25 @@ def test_the_result_depends_on_nothing_but_the_set_of_tensors():
     back = classify(list(reversed(tensors)), entry["config"])
     assert there == back
     assert list(there) == [info.name for info in tensors]
+
+
+def test_the_result_is_the_same_in_every_process():
+    """Sets of strings iterate differently per process; no evidence may depend on it."""
+    code = (
+        "import json, sys; from mxfp4.converters.header import TensorInfo;"
+        "from mxfp4.converters.roles import classify;"
+        "d = json.load(open(sys.argv[1]));"
+        "print([(n, str(r)) for a in d.values() for n, r in classify([TensorInfo(t['name'],"
+        " t['dtype'], tuple(t['shape'])) for t in a['tensors']], a['config']).items()])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(CORPUS_FILE)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=CORPUS_FILE.parents[2],
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(outputs) == 1

@@ -184,7 +184,8 @@ def float64_values(bits: NDArray[np.generic], dtype: str) -> NDArray[np.float64]
     exponent = (integer & ((1 << (width - 1)) - 1)) >> mantissa_bits
     mantissa += (exponent > 0) << mantissa_bits
     values = np.ldexp(mantissa.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
-    return np.where(integer >> (width - 1), -values, values)
+    signed: NDArray[np.float64] = np.where(integer >> (width - 1), -values, values)
+    return signed
 
 
 def slow_scale_bytes(x: NDArray[np.float64], rule: ScaleRule) -> NDArray[np.int64]:
@@ -241,6 +242,6 @@ def slow_decode(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[
     element = np.array([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
     code = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     exponent = np.repeat(scales.astype(np.int64) - E8M0_BIAS, BLOCK_SIZE, axis=-1)
-    values = np.ldexp(element[code], exponent)
+    values: NDArray[np.float64] = np.ldexp(element[code], exponent)
     values[np.repeat(scales == E8M0_NAN, BLOCK_SIZE, axis=-1)] = np.nan
     return values

@@ -9,6 +9,7 @@ import torch
 
 from mxfp4.codec import dequantize
 from mxfp4.errors import ShapeError
+from mxfp4.kernels.activations import Activation, ActivationOptions
 from mxfp4.tensor import MXTensor
 
 
@@ -53,3 +54,46 @@ def grouped_matmul(
 def expert_weight(w: MXTensor, expert: int) -> MXTensor:
     """The [N, K] weight of one expert of [E, N, K]."""
     return MXTensor(w.codes[expert], w.scales[expert], w.shape[1:])
+
+
+def fused_experts(
+    x: torch.Tensor,
+    w_in: MXTensor,
+    w_out: MXTensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    bias_in: torch.Tensor | None = None,
+    bias_out: torch.Tensor | None = None,
+    activation: ActivationOptions | None = None,
+) -> torch.Tensor:
+    """The routed experts of one layer for x [T, H]; arguments as in `triton.grouped.fused_experts`.
+
+    Goes through the experts one by one and reads the routing back for each.
+    """
+    activation = activation or ActivationOptions()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for choice in range(ids.shape[1]):
+        for expert in range(w_in.shape[0]):
+            tokens = (ids[:, choice] == expert).nonzero().flatten()
+            if not len(tokens):
+                continue
+            first = None if bias_in is None else bias_in[expert].float()
+            inner = matmul(x[tokens].float(), expert_weight(w_in, expert), bias=first)
+            inner = _activate(inner, activation).to(x.dtype)
+            second = None if bias_out is None else bias_out[expert]
+            y = matmul(inner, expert_weight(w_out, expert), bias=second)
+            out[tokens] += weights[tokens, choice, None].float() * y.float()
+    return out.to(x.dtype)
+
+
+def _activate(pairs: torch.Tensor, activation: ActivationOptions) -> torch.Tensor:
+    """[.., 2 I] of gate, up, gate, up, ... to [.., I]."""
+    if activation.kind is Activation.NONE:
+        return pairs
+    gate, up = pairs[..., 0::2], pairs[..., 1::2]
+    if activation.kind is Activation.SWIGLU:
+        return gate * torch.sigmoid(gate) * up
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)

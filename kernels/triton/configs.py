@@ -91,9 +91,10 @@ Table = dict[Regime, TileConfig]
 _HOPPER: Table = {
     Regime.DECODE: TileConfig(16, 128, 4, 4, swap=False, programs_per_core=4),
     Regime.SMALL: TileConfig(32, 128, 4, 4, programs_per_core=2),
-    Regime.MEDIUM: TileConfig(64, 128, 8, 4, programs_per_core=2),
-    Regime.LARGE: TileConfig(128, 128, 8, 3),
-    Regime.PREFILL: TileConfig(128, 128, 8, 3),
+    Regime.MEDIUM: TileConfig(64, 128, 4, 4, programs_per_core=2),
+    # Two programs of four warps fit on a multiprocessor: one decodes while the other multiplies.
+    Regime.LARGE: TileConfig(128, 128, 4, 3),
+    Regime.PREFILL: TileConfig(128, 128, 4, 3),
 }
 
 _AMPERE: Table = {
@@ -143,6 +144,15 @@ TABLES: dict[str, Table] = {
 }
 """By architecture. None of it was tuned on hardware yet: chosen by instructions per weight,
 registers and shared memory of the compiled code."""
+
+
+WIDE_REGIMES = (Regime.DECODE, Regime.SMALL)
+"""The tiles used for weights whose scales do not fold; larger ones would spill registers."""
+
+
+def tile_of(table: Table, regime: Regime, *, folded: bool) -> TileConfig:
+    """The tile of a table for a regime, limited to `WIDE_REGIMES` without folded scales."""
+    return table[regime if folded or regime in WIDE_REGIMES else WIDE_REGIMES[-1]]
 
 
 def table_of(architecture: str) -> Table:

@@ -7,12 +7,12 @@ once, and nothing waits for the device. So the calls can be captured in graphs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 import triton
 from mxfp4.errors import DtypeError, ShapeError
+from mxfp4.kernels.activations import NO_ACTIVATION, Activation, ActivationOptions
 from mxfp4.kernels.triton import configs
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.configs import TileConfig
@@ -27,34 +27,8 @@ _TILE_BLOCK = 16
 _COMBINE_COLUMNS = 1024
 
 
-class Activation(StrEnum):
-    """What joins the gate and up halves of the first product."""
-
-    NONE = "none"
-    """Nothing: the rows of the weight are the outputs."""
-
-    SWIGLU = "swiglu"
-    """silu(gate) * up."""
-
-    SWIGLU_OAI = "swiglu-oai"
-    """With gate at most `limit` and up within +-`limit`: gate * sigmoid(alpha * gate) * (up + 1).
-    The activation of gpt-oss."""
-
-
 ACTIVATIONS = (Activation.NONE, Activation.SWIGLU, Activation.SWIGLU_OAI)
 """By their number in device code."""
-
-
-@dataclass(frozen=True)
-class ActivationOptions:
-    """The activation and its two constants, which only SWIGLU_OAI reads."""
-
-    kind: Activation = Activation.SWIGLU
-    limit: float = 7.0
-    alpha: float = 1.702
-
-
-NO_ACTIVATION = ActivationOptions(Activation.NONE)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,16 @@ class PackedWeight:
         parts = (self.words, self.scales, self.shifts, self.factors)
         return sum(part.nbytes for part in parts)
 
+    def check_activations(self, x: torch.Tensor) -> None:
+        """Raise `DtypeError` or `ShapeError` unless x is [..., K] of the dtype packed for."""
+        if x.dtype != self.dtype:
+            raise DtypeError(
+                f"x is {x.dtype}, but the weight was packed for {self.dtype}",
+                hint="cast x, or pack the weight with dtype=x.dtype",
+            )
+        if not x.ndim or x.shape[-1] != self.columns:
+            raise ShapeError(f"x must be [..., {self.columns}], seen {list(x.shape)}")
+
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on another device."""
         return replace(

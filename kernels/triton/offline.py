@@ -42,7 +42,8 @@ class MachineCode:
 
     `matrix` are the matrix instructions of the whole kernel; `loop` counts the instructions of the
     main loop, the innermost one with matrix instructions (without any: the longest, or the whole
-    body), `flushes` are instructions that make zeros of float32 subnormals, and `ttir` is Triton's own form of the kernel.
+    body), `flushes` are instructions that make zeros of float32 subnormals, and `ttir` is Triton's
+    own form of the kernel.
     """
 
     registers: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import triton
-from mxfp4.errors import DtypeError, ShapeError
+from mxfp4.errors import ShapeError
 from mxfp4.kernels.triton import configs
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.configs import Regime, TileConfig
@@ -21,9 +21,6 @@ HYBRID_TOKENS = 2048
 """From here on, dequantizing into scratch costs less than a fused product loses to the vendor's.
 From a model of the costs (fused at 85 to 90 % of the vendor's speed), not yet from measurements."""
 
-SCRATCH_BYTES = 256 << 20
-"""Default limit of the scratch."""
-
 _EXPAND_ROWS = 64
 _EXPAND_WARPS = 4
 
@@ -33,7 +30,7 @@ def matmul(
     w: PackedWeight,
     *,
     bias: torch.Tensor | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int = 0,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """y = x w^T + bias: x [..., K], w [N, K], bias [N], y [..., N] in the dtype of x.
@@ -69,19 +66,16 @@ def matmul(
 def choose(device: torch.device, w: PackedWeight, regime: Regime) -> TileConfig:
     """The tile for a regime: from the user's tuning if there is any, else from the tables."""
     facts = describe(device)
-    config = tuned_config(device, w.shape, regime) or configs.table_of(facts.architecture)[regime]
+    config = tuned_config(device, w.shape, regime) if w.folded else None
+    if config is None:
+        table = configs.table_of(facts.architecture)
+        config = configs.tile_of(table, regime, folded=w.folded)
     return replace(config, decoder="plain") if INTERPRET else config
 
 
 def check_product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> None:
     """Raise unless x [..., K] and bias [(E,) N] fit the weight in shape, dtype and device."""
-    if x.dtype != w.dtype:
-        raise DtypeError(
-            f"x is {x.dtype}, but the weight was packed for {w.dtype}",
-            hint="cast x, or pack the weight with dtype=x.dtype",
-        )
-    if not x.ndim or x.shape[-1] != w.columns:
-        raise ShapeError(f"x must be [..., {w.columns}], seen {list(x.shape)}")
+    w.check_activations(x)
     if x.device != w.device:
         raise ShapeError(f"x is on {x.device}, the weight on {w.device}")
     if bias is None:

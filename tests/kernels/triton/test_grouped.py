@@ -8,14 +8,10 @@ import torch
 from mxfp4.codec import quantize
 from mxfp4.errors import DtypeError, ShapeError
 from mxfp4.kernels import reference
+from mxfp4.kernels.activations import Activation, ActivationOptions
 from mxfp4.kernels.triton import grouped
 from mxfp4.kernels.triton.configs import TileConfig
-from mxfp4.kernels.triton.grouped import (
-    Activation,
-    ActivationOptions,
-    fused_experts,
-    grouped_matmul,
-)
+from mxfp4.kernels.triton.grouped import fused_experts, grouped_matmul
 from mxfp4.kernels.triton.layout import interleave, pack
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -127,24 +127,25 @@ def show_plan(made: Plan) -> None:
 
 def _totals_table(made: Plan) -> str:
     """Bytes before and after per role; quantized roles first."""
-    from mxfp4.converters.decide import Action
-    from mxfp4.converters.planning import tasks_of
+    from mxfp4.converters.plan import Treatment
+    from mxfp4.converters.planning import bytes_after
 
-    rows: dict[tuple[bool, str], list[int]] = {}
+    words = {
+        Treatment.QUANTIZE: " -> mxfp4",
+        Treatment.PASS: "  (mxfp4 already)",
+        Treatment.DECODE: "  (decoded)",
+        Treatment.KEEP: "  (kept)",
+    }
+    order = list(words)
+    rows: dict[tuple[int, str], list[int]] = {}
     for tensor in made.tensors:
-        quantized = tensor.decision.action is Action.QUANTIZE
-        row = rows.setdefault((not quantized, str(tensor.decision.role.role)), [0, 0, 0])
-        before = tensor.info.byte_count
-        after = (
-            sum(i.byte_count for task in tasks_of(tensor) for i in task.outputs(made.format))
-            if quantized
-            else before
-        )
-        for position, value in enumerate((1, before, after)):
+        key = order.index(tensor.treatment), str(tensor.decision.role.role)
+        row = rows.setdefault(key, [0, 0, 0])
+        for position, value in enumerate((1, tensor.byte_count, bytes_after(tensor, made))):
             row[position] += value
     lines = [["", "tensors", "before", "after", "ratio"]]
-    for (kept, role), row in sorted(rows.items(), key=lambda item: (item[0][0], -item[1][1])):
-        lines.append(_totals_row(f"{role}{'  (kept)' if kept else ' -> mxfp4'}", row))
+    for (rank, role), row in sorted(rows.items(), key=lambda item: (item[0][0], -item[1][1])):
+        lines.append(_totals_row(f"{role}{words[order[rank]]}", row))
     total = [sum(row[position] for row in rows.values()) for position in range(3)]
     return table([*lines, _totals_row("total", total)])
 
@@ -176,7 +177,7 @@ def _tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
         "shape": list(info.shape),
         "dtype": info.dtype,
         "role": str(decision.role.role),
-        "action": str(decision.action),
+        "action": str(tensor.treatment),
         "axis": decision.role.axis,
         "reason": decision.reason,
     }

@@ -34,6 +34,9 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 _SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors$")
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+_SIDECAR = re.compile(r"(mtp|nextn|draft|eagle)([-_.].*)?\.safetensors", re.IGNORECASE)
+"""Weights that engines load by this name beside the model, such as a prediction block."""
+
 _SKIPPED_FOLDERS = {"original", "metal", "__pycache__"}
 _HEADER_THREADS = 16
 
@@ -93,6 +96,8 @@ class Checkpoint:
     stray: tuple[str, ...]
     """Weight files that lie in the folder and are not part of the checkpoint."""
     warnings: tuple[str, ...] = ()
+    sidecars: tuple[str, ...] = ()
+    """Safetensors files outside the index that are part of the model, such as `mtp.safetensors`."""
 
     def located(self) -> Iterator[tuple[int, StoredTensor]]:
         """Every tensor with the number of its shard, in file order."""
@@ -148,13 +153,23 @@ def open_checkpoint(folder: str | Path, *, allow_missing_config: bool = False) -
         shards = tuple(pool.map(lambda name: _open_shard(folder, name), names))
     _check_tensors(shards, weight_map)
     companions, other = _companions(folder, warnings)
-    stray = tuple(sorted(set(present) - set(names)) + other)
+    beside = sorted(set(present) - set(names))
+    sidecars = tuple(name for name in beside if weight_map and _SIDECAR.fullmatch(name))
+    _check_sidecars(folder, sidecars, shards)
+    stray = tuple([name for name in beside if name not in sidecars] + other)
     if stray:
         warnings.append(
             f"{len(stray)} weight file(s) beside the checkpoint were not read: {_some(stray)}"
         )
     return Checkpoint(
-        folder, shards, config, weight_map is not None, companions, stray, tuple(warnings)
+        folder,
+        shards,
+        config,
+        weight_map is not None,
+        tuple(sorted((*companions, *sidecars))),
+        stray,
+        tuple(warnings),
+        sidecars,
     )
 
 
@@ -309,6 +324,20 @@ def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] |
             tensor=extra[0],
             hint="index and shards come from different versions; download both again",
         )
+
+
+def _check_sidecars(folder: Path, names: Iterable[str], shards: tuple[SourceShard, ...]) -> None:
+    """A file that goes along unread has a sound header and repeats no tensor of the model."""
+    known = {tensor.info.name: shard.name for shard in shards for tensor in shard.header.tensors}
+    for name in names:
+        for tensor in read_header(folder / name).tensors:
+            if tensor.info.name in known:
+                raise CorruptCheckpointError(
+                    f"the tensor is also in {known[tensor.info.name]}",
+                    file=name,
+                    tensor=tensor.info.name,
+                    hint="remove this file from the source: it repeats a part of the model",
+                )
 
 
 def _companions(folder: Path, warnings: list[str]) -> tuple[tuple[str, ...], list[str]]:

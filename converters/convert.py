@@ -7,7 +7,6 @@ folder for a model.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -22,6 +21,7 @@ from typing import Any
 from mxfp4.converters.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from mxfp4.converters.executors import EXECUTORS, choose
 from mxfp4.converters.nonfinite import find_nonfinite
+from mxfp4.converters.output_config import output_config
 from mxfp4.converters.plan import OutputOptions, OutputShard, Plan
 from mxfp4.converters.planning import make_plan, require_convertible
 from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
@@ -178,15 +178,8 @@ def require_apart(source: Path, output: Path) -> None:
 def owned_files(plan: Plan) -> list[str]:
     """Every file that a conversion writes, relative to the output folder."""
     names = [shard.name for shard in plan.shards]
-    names += [INDEX_NAME, MANIFEST_NAME, REPORT_NAME, *plan.checkpoint.companions]
+    names += [INDEX_NAME, MANIFEST_NAME, REPORT_NAME, *plan.companions]
     return names if plan.checkpoint.config is None else [*names, CONFIG_NAME]
-
-
-def output_config(plan: Plan) -> dict[str, Any]:
-    """The source's config with the quantization config added; all else unchanged."""
-    config = copy.deepcopy(dict(plan.checkpoint.config or {}))
-    config["quantization_config"] = plan.format.quantization_config(plan.ignore)
-    return config
 
 
 def output_index(plan: Plan) -> dict[str, Any]:
@@ -198,7 +191,7 @@ def output_index(plan: Plan) -> dict[str, Any]:
 
 def finish(folder: OutputFolder, plan: Plan, records: tuple[ShardRecord, ...]) -> None:
     """Write everything that is not a shard; the index last."""
-    for name in plan.checkpoint.companions:
+    for name in plan.companions:
         _copy_companion(folder, plan.checkpoint.folder / name, name)
     if plan.checkpoint.config is not None:
         folder.write_file(CONFIG_NAME, _pretty(output_config(plan)))
@@ -221,9 +214,7 @@ def _copy_companion(folder: OutputFolder, source: Path, name: str) -> None:
 def _require_space(folder: OutputFolder, plan: Plan, todo: list[OutputShard]) -> None:
     if not todo:
         return
-    companions = sum(
-        (plan.checkpoint.folder / name).stat().st_size for name in plan.checkpoint.companions
-    )
+    companions = sum((plan.checkpoint.folder / name).stat().st_size for name in plan.companions)
     needed = sum(shard.byte_count for shard in todo) + companions + _SPARE_BYTES
     free = shutil.disk_usage(folder.path).free
     if free < needed:
@@ -235,16 +226,8 @@ def _require_space(folder: OutputFolder, plan: Plan, todo: list[OutputShard]) ->
 
 
 def _source_bytes(shard: OutputShard) -> int:
-    """Source bytes that a unit reads."""
-    total = 0
-    for task in shard.tasks:
-        info = task.stored.info
-        if task.view is None:
-            total += info.byte_count
-        else:
-            item = info.byte_count // info.element_count if info.element_count else 0
-            total += task.view.row_count * task.view.column_count * item
-    return total
+    """Source bytes that a unit reads, scales aside."""
+    return sum(task.source_bytes for task in shard.tasks)
 
 
 def _exceeds_memory(checkpoint: Checkpoint) -> bool:

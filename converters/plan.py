@@ -10,20 +10,34 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from mxfp4.converters.checkpoint import Checkpoint
-from mxfp4.converters.decide import Action, Decision
-from mxfp4.converters.formats import OutputFormat, output_format
+from mxfp4.converters.decide import Decision
+from mxfp4.converters.formats import OutputFormat, Payload, output_format
 from mxfp4.converters.header import DATA_ALIGNMENT, StoredTensor, TensorInfo
 from mxfp4.converters.reader import MatrixView
 from mxfp4.converters.recipe import Level, Recipe
+from mxfp4.converters.sources.types import Part, Source
 
 PLAN_FORMAT = "mxfp4-plan/1"
 CODEC_ID = "e2m1-e8m0/1"
 """Changes whenever the codec writes other bytes for the same input and rule."""
+
+
+class Treatment(StrEnum):
+    """What becomes of a source tensor in the chosen layout."""
+
+    QUANTIZE = "quantize"
+    KEEP = "keep"
+    """Copied byte for byte; companions of FP8 weights may change their name."""
+    PASS = "pass"
+    """MXFP4 already: the same codes and scale bytes under the layout's names."""
+    DECODE = "decode"
+    """Written as values, because the layout cannot hold the source's own form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,48 +48,118 @@ class OutputOptions:
     max_shard_bytes: int = 5_000_000_000
     layout: str = "pack"
     """`pack` fills shards up to `max_shard_bytes`; `same` keeps the source's shards and names."""
+    activations: str = "none"
+    """What the config tells engines to do with activations: `none`, `mxfp4` or `fp8`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One source tensor and what becomes of it."""
+    """One logical source tensor and what becomes of it."""
 
-    shard: int
-    stored: StoredTensor
+    source: Source
     decision: Decision
+    treatment: Treatment
 
     @property
     def info(self) -> TensorInfo:
-        """Name, dtype and shape."""
-        return self.stored.info
+        """Canonical name and logical shape; the dtype is the storage's name unless plain."""
+        return self.source.info
+
+    @property
+    def shard(self) -> int:
+        """The shard of the weight itself."""
+        return self.source.parts[0].shard
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The stored weight, without its companions."""
+        return self.source.parts[0].stored
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the weight and its companions."""
+        return self.source.byte_count
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """An [N, K] matrix of a source; `module` is its name as a module of its own."""
+
+    source: Source
+    module: str
+    view: MatrixView
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One module of the output: a tensor to copy, or an [N, K] matrix to quantize.
+    """One module of the output, or one tensor to copy.
 
-    For a matrix, `module` names the output module and `view` says where the matrix lies in the
-    source tensor; for a copy both are None.
+    A copy takes part number `part` of the source, under `renamed` where that is given. A module
+    has a logical `shape`, [N, K] or [E, N, K], and is made of `matrices` in this order; with
+    `lanes`, so many neighbours share an expert and their rows alternate. `transposed` modules are
+    written as [E, K, N].
     """
 
-    shard: int
-    stored: StoredTensor
+    treatment: Treatment
+    source: Source
     module: str | None = None
-    view: MatrixView | None = None
+    shape: tuple[int, ...] = ()
+    matrices: tuple[Matrix, ...] = ()
+    lanes: int = 1
+    transposed: bool = False
+    part: int = 0
+    renamed: TensorInfo | None = None
+
+    @property
+    def shard(self) -> int:
+        """The source shard that this task belongs to."""
+        return self.source.parts[0].shard
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The stored tensor to copy, or the first that is read."""
+        return self.source.parts[self.part].stored
+
+    @property
+    def view(self) -> MatrixView | None:
+        """Where the (first) matrix lies; None for a copy."""
+        return self.matrices[0].view if self.matrices else None
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of values or codes to read, without scales."""
+        if not self.matrices:
+            return self.stored.info.byte_count
+        return sum(matrix_bytes(m.source, m.view.row_count) for m in self.matrices)
 
     def outputs(self, layout: OutputFormat) -> tuple[TensorInfo, ...]:
         """The tensors this task writes, in file order."""
-        if self.module is None or self.view is None:
-            return (self.stored.info,)
-        rows, columns = self.view.row_count, self.view.column_count
-        return (
-            layout.codes(self.module, rows, columns),
-            layout.scales(self.module, rows, columns),
-        )
+        if self.module is None:
+            return (self.renamed or self.stored.info,)
+        if self.treatment is not Treatment.DECODE:
+            return layout.tensors(self.module, self.shape)
+        lead, shape = self.shape[:-2], self.shape
+        if self.transposed:
+            shape = (*lead, shape[-1], shape[-2])
+        bare = self.module if self.transposed else self.source.info.name
+        if layout.payload is not Payload.FP8:
+            named = f"{self.module}.weight" if bare.endswith(".weight") else bare
+            return (TensorInfo(named, "BF16", shape),)
+        weight, scales = layout.tensors(self.module, shape)
+        if bare.endswith(".weight"):
+            return weight, scales
+        return replace(weight, name=bare), replace(scales, name=f"{bare}_scale_inv")
 
     def byte_count(self, layout: OutputFormat) -> int:
         """Bytes of the tensors this task writes."""
         return sum(info.byte_count for info in self.outputs(layout))
+
+
+def matrix_bytes(source: Source, row_count: int) -> int:
+    """Bytes of so many rows of K values or codes of a source."""
+    info = source.parts[0].info
+    rows = source.info.element_count // source.info.shape[-1] if source.info.element_count else 1
+    return info.byte_count * row_count // rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +185,15 @@ class Plan:
     warnings: tuple[str, ...]
     codes: str = ""
     """Identity of codes made elsewhere (calibration); empty when the codec makes them."""
+    dropped: tuple[Part, ...] = ()
+    """Stored tensors that nothing in the output needs, such as scales of activations."""
+    stale: tuple[str, ...] = ()
+    """Files of the source that describe its quantization, which are not carried over."""
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Files to carry over unchanged."""
+        return tuple(name for name in self.checkpoint.companions if name not in self.stale)
 
     @property
     def format(self) -> OutputFormat:
@@ -115,7 +208,11 @@ class Plan:
     @property
     def quantized(self) -> tuple[PlannedTensor, ...]:
         """Source tensors that will be quantized."""
-        return tuple(t for t in self.tensors if t.decision.action is Action.QUANTIZE)
+        return self.treated(Treatment.QUANTIZE)
+
+    def treated(self, treatment: Treatment) -> tuple[PlannedTensor, ...]:
+        """Source tensors with one treatment."""
+        return tuple(t for t in self.tensors if t.treatment is treatment)
 
     def output_tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         """(shard name, tensor) for everything the output will hold."""
@@ -132,12 +229,15 @@ class Plan:
         return {
             "tensors": len(self.tensors),
             "quantized": len(quantized),
-            "kept": len(self.tensors) - len(quantized),
+            "kept": len(self.treated(Treatment.KEEP)),
+            "passed": len(self.treated(Treatment.PASS)),
+            "decoded": len(self.treated(Treatment.DECODE)),
+            "dropped": len(self.dropped),
             "blocked": len(self.blocked),
             "parameters": sum(t.info.element_count for t in self.tensors),
-            "bytes_before": sum(t.info.byte_count for t in self.tensors),
+            "bytes_before": sum(t.byte_count for t in self.tensors),
             "bytes_after": sum(shard.byte_count for shard in self.shards),
-            "quantized_bytes_before": sum(t.info.byte_count for t in quantized),
+            "quantized_bytes_before": sum(t.byte_count for t in quantized),
             "source_shards": len(self.checkpoint.shards),
             "output_shards": len(self.shards),
         }
@@ -168,7 +268,7 @@ class Plan:
                     for shard in self.checkpoint.shards
                 ],
                 "config_sha256": hashlib.sha256(_canonical(config)).hexdigest(),
-                "companions": list(self.checkpoint.companions),
+                "companions": list(self.companions),
             },
             "recipe": self.recipe.to_json(),
             "level": str(self.level),
@@ -177,6 +277,7 @@ class Plan:
                 "layout": self.options.layout,
                 "max_shard_bytes": self.options.max_shard_bytes,
                 "alignment": DATA_ALIGNMENT,
+                "activations": self.options.activations,
             },
             "totals": dict(self.totals),
             "shards": [
@@ -210,12 +311,20 @@ def first_difference(old: Any, new: Any, path: str = "") -> str:
 
 
 def _task_row(task: Task) -> list[Any]:
-    row: list[Any] = [task.shard, task.stored.info.name]
-    if task.module is not None and task.view is not None:
-        view = task.view
-        row.append(task.module)
-        row.append([view.row_count, view.column_count, view.offset])
-        row[-1] += [view.row_stride, view.column_stride]
+    """What decides a task's bytes: its parts by shard and name, and how they are cut."""
+    if task.module is None:
+        part = task.source.parts[task.part]
+        row: list[Any] = [part.shard, part.info.name]
+        return [*row, task.renamed.name, task.renamed.dtype] if task.renamed else row
+    row = [task.shard, task.stored.info.name, task.module, str(task.treatment)]
+    if task.lanes > 1 or task.transposed:
+        row.append([task.lanes, int(task.transposed)])
+    for matrix in task.matrices:
+        view = matrix.view
+        numbers = [view.row_count, view.column_count, view.offset]
+        row.append([*numbers, view.row_stride, view.column_stride])
+        if not matrix.source.plain or len(task.matrices) > 1:
+            row.append([[part.shard, part.info.name] for part in matrix.source.parts])
     return row
 
 

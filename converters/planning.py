@@ -5,28 +5,32 @@ Everything here is a pure function of the checkpoint's headers, the recipe and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mxfp4.converters.checkpoint import CONFIG_NAME, Checkpoint
 from mxfp4.converters.decide import Action, Decision, decide, default_level
-from mxfp4.converters.formats import OutputFormat, output_format
+from mxfp4.converters.formats import OutputFormat, Payload, output_format
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.ignore import ignore_patterns
 from mxfp4.converters.ignore_check import check_ignore
-from mxfp4.converters.plan import (
-    OutputOptions,
-    OutputShard,
-    Plan,
-    PlannedTensor,
-    Task,
-)
-from mxfp4.converters.reader import MatrixView
+from mxfp4.converters.notes import plan_warnings
+from mxfp4.converters.output_config import stale_files
+from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, PlannedTensor, Task, Treatment
 from mxfp4.converters.recipe import Recipe
-from mxfp4.converters.roles import ExpertBank, Role, TensorRole, classify
-from mxfp4.errors import CorruptCheckpointError, ShapeError, UnsupportedFormatError
+from mxfp4.converters.roles import classify
+from mxfp4.converters.sources import Source, read_sources
+from mxfp4.converters.tasks import MODULES, bank_matrices, make_tasks, module_of, tasks_of
+from mxfp4.converters.treatments import packed_roles, treat
+from mxfp4.errors import (
+    CorruptCheckpointError,
+    RecipeError,
+    ShapeError,
+    UnsupportedFormatError,
+)
 
-_WEIGHT_LEAF = ".weight"
+__all__ = ["bank_matrices", "make_plan", "module_of", "require_convertible", "tasks_of"]
+
 _HEAD = "lm_head"
 
 
@@ -46,77 +50,53 @@ def make_plan(
     recipe = recipe or Recipe()
     options = options or OutputOptions()
     layout = output_format(options.format)
-    infos = checkpoint.tensors()
+    _require_offered(layout, options, checkpoint)
+    found = read_sources(checkpoint)
+    infos = [_as_values(source) for source in found.sources]
     roles = classify(infos, checkpoint.config)
+    if found.quantized:
+        roles = packed_roles(found.sources, infos, roles, checkpoint.config)
     level = recipe.level or default_level(roles)
     decisions = decide(infos, roles, replace(recipe, level=level))
     if keep:
         decisions = _keep_groups(decisions, keep)
-    tensors = tuple(
-        PlannedTensor(shard, stored, decisions[stored.info.name])
-        for shard, stored in checkpoint.located()
+    tensors = treat(found.sources, decisions, layout, checkpoint)
+    tasks = make_tasks(tensors, layout, checkpoint.config or {})
+    shards = _fill_shards(checkpoint, tasks, options, layout)
+    plan = Plan(
+        checkpoint,
+        recipe,
+        level,
+        options,
+        tensors,
+        shards,
+        (),
+        (),
+        dropped=found.dropped,
+        stale=stale_files(checkpoint),
     )
-    shards = _fill_shards(checkpoint, tensors, options, layout)
-    plan = Plan(checkpoint, recipe, level, options, tensors, shards, (), ())
-    return replace(plan, ignore=_ignore(plan), warnings=_warnings(plan))
+    return replace(plan, ignore=_ignore(plan), warnings=plan_warnings(plan))
 
 
-def tasks_of(tensor: PlannedTensor) -> Iterator[Task]:
-    """The output modules that one source tensor becomes."""
-    role, info = tensor.decision.role, tensor.info
-    if tensor.decision.action is Action.KEEP:
-        yield Task(tensor.shard, tensor.stored)
-    elif role.bank is not None:
-        for module, view in bank_matrices(info, role, role.bank):
-            yield Task(tensor.shard, tensor.stored, module, view)
-    else:
-        rows, columns = info.shape
-        view = MatrixView.plain(rows, columns)
-        if role.axis == 0:
-            view = MatrixView(columns, rows, 0, 1, columns)
-        yield Task(tensor.shard, tensor.stored, module_of(info.name), view)
+def _as_values(source: Source) -> TensorInfo:
+    """What classification and recipes see: the tensor as if it were not quantized."""
+    return source.info if source.plain else source.info._replace(dtype="BF16")
 
 
-def module_of(tensor: str) -> str:
-    """The module that owns a weight: the name without its `.weight` leaf."""
-    return tensor.removesuffix(_WEIGHT_LEAF)
-
-
-def bank_matrices(
-    info: TensorInfo, role: TensorRole, bank: ExpertBank
-) -> Iterator[tuple[str, MatrixView]]:
-    """(module name, view) of every expert matrix of a stacked or flattened bank.
-
-    [E, P N, K] and [E, K, P N] banks, also flattened to two axes, hold P projections for each of
-    E experts, one after the other or with their rows interleaved. Names follow the per-expert
-    layout that engines load: `…experts.{e}.{projection}`.
-    """
-    experts, count = bank.expert_count, len(bank.projections)
-    first, second = info.shape[-2], info.shape[-1]
-    k_last = role.axis == len(info.shape) - 1
-    if len(info.shape) == 2:
-        first //= experts
-    stacked_rows, columns = (first, second) if k_last else (second, first)
-    rows = stacked_rows // count
-    parent = _expert_container(info.name)
-    interleaved = bank.arrangement == "interleaved"
-    for expert in range(experts):
-        base = expert * first * second
-        for part, projection in enumerate(bank.projections):
-            skip = part if interleaved else part * rows
-            step = count if interleaved else 1
-            view = (
-                MatrixView(rows, columns, base + skip * columns, step * columns, 1)
-                if k_last
-                else MatrixView(rows, columns, base + skip, step, stacked_rows)
-            )
-            yield f"{parent}.{expert}.{projection}", view
-
-
-def _expert_container(tensor: str) -> str:
-    parent = module_of(tensor).rpartition(".")[0]
-    inside = any("expert" in segment for segment in parent.split(".")[-2:])
-    return parent if inside else f"{parent}.experts" if parent else "experts"
+def _require_offered(layout: OutputFormat, options: OutputOptions, checkpoint: Checkpoint) -> None:
+    """Raise unless the layout exists for this model and can say this about activations."""
+    if options.activations not in layout.activations:
+        raise RecipeError(
+            f"the layout {layout.name} has no way to ask for {options.activations} activations",
+            hint="it knows " + ", ".join(sorted(layout.activations)),
+        )
+    model = str((checkpoint.config or {}).get("model_type"))
+    if layout.model_types is not None and model not in layout.model_types:
+        raise UnsupportedFormatError(
+            f"the layout {layout.name} has no names for models of type {model!r}",
+            file=CONFIG_NAME,
+            hint="it exists for " + ", ".join(sorted(layout.model_types)),
+        )
 
 
 def _keep_groups(decisions: Mapping[str, Decision], keep: Mapping[str, str]) -> dict[str, Decision]:
@@ -134,24 +114,24 @@ def _keep_groups(decisions: Mapping[str, Decision], keep: Mapping[str, str]) -> 
 
 def _fill_shards(
     checkpoint: Checkpoint,
-    tensors: Sequence[PlannedTensor],
+    tasks: Sequence[Task],
     options: OutputOptions,
     layout: OutputFormat,
 ) -> tuple[OutputShard, ...]:
     """Group tasks into output files; a module's codes and scales are one task and never part."""
     groups: list[list[Task]] = [[]]
     sizes = [0]
-    for number, tensor in enumerate(tensors):
-        new_source = number > 0 and tensor.shard != tensors[number - 1].shard
-        for task in tasks_of(tensor):
-            task_bytes = task.byte_count(layout)
+    for task in tasks:
+        task_bytes = task.byte_count(layout)
+        if options.layout == "same":
+            full = bool(groups[-1]) and task.shard != groups[-1][-1].shard
+        else:
             full = sizes[-1] + task_bytes > options.max_shard_bytes
-            if groups[-1] and (new_source if options.layout == "same" else full):
-                groups.append([])
-                sizes.append(0)
-            new_source = False
-            groups[-1].append(task)
-            sizes[-1] += task_bytes
+        if groups[-1] and full:
+            groups.append([])
+            sizes.append(0)
+        groups[-1].append(task)
+        sizes[-1] += task_bytes
     if options.layout == "same":
         # Output folders are flat; a shard from a sub-folder keeps its path as part of its name.
         names = [checkpoint.shards[group[0].shard].name.replace("/", "-") for group in groups]
@@ -163,6 +143,18 @@ def _fill_shards(
         OutputShard(name, tuple(group), size)
         for name, group, size in zip(names, groups, sizes, strict=True)
     )
+
+
+def bytes_after(tensor: PlannedTensor, plan: Plan) -> int:
+    """Bytes of what one source tensor becomes."""
+    if tensor.treatment is Treatment.KEEP:
+        return tensor.byte_count
+    rows, columns = tensor.info.element_count // tensor.info.shape[-1], tensor.info.shape[-1]
+    if tensor.treatment is Treatment.DECODE:
+        return rows * columns * (1 if plan.format.payload is Payload.FP8 else 2)
+    if tensor.decision.role.axis != len(tensor.info.shape) - 1:
+        rows, columns = columns, rows
+    return sum(info.byte_count for info in plan.format.tensors("", (rows, columns)))
 
 
 def _require_unique(groups: Sequence[Sequence[Task]], layout: OutputFormat) -> None:
@@ -181,13 +173,20 @@ def _require_unique(groups: Sequence[Sequence[Task]], layout: OutputFormat) -> N
 
 
 def _ignore(plan: Plan) -> tuple[str, ...]:
+    """Patterns for layouts that list what is not quantized, checked both ways."""
+    if not plan.format.ignores:
+        return ()
     quantized = [
-        task.module for shard in plan.shards for task in shard.tasks if task.module is not None
+        matrix.module
+        for shard in plan.shards
+        for task in shard.tasks
+        if task.treatment in MODULES
+        for matrix in task.matrices
     ]
     kept = {
         module_of(tensor.info.name): tensor.decision.role
         for tensor in plan.tensors
-        if tensor.decision.action is Action.KEEP
+        if tensor.treatment not in MODULES
     }
     patterns = ignore_patterns(quantized, kept)
     if _HEAD not in quantized and not any(_HEAD in pattern for pattern in patterns):
@@ -197,47 +196,17 @@ def _ignore(plan: Plan) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _warnings(plan: Plan) -> tuple[str, ...]:
-    found = list(plan.checkpoint.warnings)
-    unknown = sum(1 for tensor in plan.tensors if not tensor.decision.role.recognised)
-    if unknown:
-        found.append(f"{unknown} tensor(s) have unrecognised names and are kept; see the table")
-    if not plan.quantized:
-        found.append(f"level {plan.level} quantizes nothing in this checkpoint")
-    cut = sum(1 for tensor in plan.quantized if tensor.decision.role.bank is not None)
-    if cut:
-        found.append(f"{cut} stacked expert bank(s) are written as one matrix per expert")
-    biases = sum(
-        1
-        for tensor in plan.tensors
-        if tensor.decision.role.role is Role.BIAS and len(tensor.info.shape) > 1
-    )
-    if cut and biases:
-        found.append(
-            f"{biases} stacked expert bias(es) keep their source names; "
-            "loaders of per-expert checkpoints may not look for them"
-        )
-    turned = sum(
-        1
-        for tensor in plan.quantized
-        if tensor.decision.role.bank is None and tensor.decision.role.axis == 0
-    )
-    if turned:
-        found.append(
-            f"{turned} weight(s) stored as [in, out] (Conv1D) are written as [out, in] Linear "
-            "codes; transformers does not build such layers for Conv1D models"
-        )
-    return tuple(found)
-
-
 def require_convertible(plan: Plan, *, allow_blocked: bool = False) -> None:
     """Raise unless every tensor that the recipe wants to quantize can be."""
     quantization = plan.checkpoint.quantization
-    if quantization is not None:
+    if quantization is not None and all(tensor.source.plain for tensor in plan.tensors):
         raise UnsupportedFormatError(
-            f"the source is already quantized ({quantization.get('quant_method', 'unnamed')})",
+            "the config says that the source is already quantized "
+            f"({quantization.get('quant_method', 'unnamed')}), but no tensor is stored in a "
+            "quantized form that is read here",
             file=CONFIG_NAME,
-            hint="start from the BF16, FP16 or FP32 checkpoint",
+            hint="start from the BF16, FP16 or FP32 checkpoint; if this is it, remove the entry "
+            "from its config",
         )
     if plan.blocked and not allow_blocked:
         first = plan.blocked[0]

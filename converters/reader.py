@@ -97,38 +97,61 @@ class ShardReader:
             self._read(start, view, tensor, ahead=end)
             yield view
 
-    def slabs(self, tensor: StoredTensor, view: MatrixView) -> Iterator[Slab]:
+    def slabs(
+        self, tensor: StoredTensor, view: MatrixView, buffer: SlabBuffer | None = None
+    ) -> Iterator[Slab]:
         """The elements of a matrix in row-major order, in slabs of whole blocks.
 
-        BF16 and F16 come as uint16 bits, F32 as uint32 bits.
+        BF16 and F16 come as uint16 bits, F32 as uint32 bits; `buffer` replaces the reader's own.
         """
+        buffer = buffer or self._buffer
         if view.row_count == 0 or view.column_count == 0:
             return iter(())
         if view.contiguous:
-            return self._contiguous(tensor, view)
-        return self._rows(tensor, view) if view.column_stride == 1 else self._columns(tensor, view)
+            return self._contiguous(tensor, view, buffer)
+        read = self._rows if view.column_stride == 1 else self._columns
+        return read(tensor, view, buffer)
 
-    def _contiguous(self, tensor: StoredTensor, view: MatrixView) -> Iterator[Slab]:
+    def rows(
+        self, tensor: StoredTensor, row_bytes: int, first: int, count: int, step: int = 1
+    ) -> npt.NDArray[np.uint8]:
+        """Rows of a tensor seen as rows of `row_bytes` bytes, as new memory [count, row_bytes].
+
+        With a `step` the span between the first and the last row is read.
+        """
+        span = ((count - 1) * step + 1) * row_bytes if count else 0
+        raw = np.empty(span, np.uint8)
+        self._read(tensor.offset + first * row_bytes, raw.data, tensor)
+        if step == 1 or not count:
+            return raw.reshape(count, row_bytes)
+        picked = np.lib.stride_tricks.as_strided(
+            raw, (count, row_bytes), (step * row_bytes, 1), writeable=False
+        )
+        return np.ascontiguousarray(picked)
+
+    def _contiguous(
+        self, tensor: StoredTensor, view: MatrixView, buffer: SlabBuffer
+    ) -> Iterator[Slab]:
         dtype = np.dtype(_BITS[tensor.info.dtype])
         start = tensor.offset + view.offset * dtype.itemsize
         count = view.row_count * view.column_count
-        step = max(self._buffer.size // (dtype.itemsize * BLOCK_SIZE), 1) * BLOCK_SIZE
+        step = max(buffer.size // (dtype.itemsize * BLOCK_SIZE), 1) * BLOCK_SIZE
         for first in range(0, count, step):
             size = min(step, count - first)
-            raw = self._buffer.take(size * dtype.itemsize)
+            raw = buffer.take(size * dtype.itemsize)
             self._read(
                 start + first * dtype.itemsize, raw, tensor, ahead=start + count * dtype.itemsize
             )
             yield Slab(np.frombuffer(raw, dtype).reshape(1, size), first)
 
-    def _rows(self, tensor: StoredTensor, view: MatrixView) -> Iterator[Slab]:
+    def _rows(self, tensor: StoredTensor, view: MatrixView, buffer: SlabBuffer) -> Iterator[Slab]:
         """Every `row_stride`-th row: read the span between first and last, keep the wanted rows."""
         dtype = np.dtype(_BITS[tensor.info.dtype])
-        step = max(self._buffer.size // (view.row_stride * dtype.itemsize), 1)
+        step = max(buffer.size // (view.row_stride * dtype.itemsize), 1)
         for row in range(0, view.row_count, step):
             rows = min(step, view.row_count - row)
             span = (rows - 1) * view.row_stride + view.column_count
-            raw = self._buffer.take(span * dtype.itemsize)
+            raw = buffer.take(span * dtype.itemsize)
             start = view.offset + row * view.row_stride
             self._read(tensor.offset + start * dtype.itemsize, raw, tensor)
             elements = np.frombuffer(raw, dtype)
@@ -140,14 +163,16 @@ class ShardReader:
             )
             yield Slab(np.ascontiguousarray(picked), row * view.column_count)
 
-    def _columns(self, tensor: StoredTensor, view: MatrixView) -> Iterator[Slab]:
+    def _columns(
+        self, tensor: StoredTensor, view: MatrixView, buffer: SlabBuffer
+    ) -> Iterator[Slab]:
         """Transposed storage: a run of output rows is a run of columns of every stored row."""
         dtype = np.dtype(_BITS[tensor.info.dtype])
-        step = max(self._buffer.size // (view.column_count * dtype.itemsize), 1)
+        step = max(buffer.size // (view.column_count * dtype.itemsize), 1)
         for row in range(0, view.row_count, step):
             rows = min(step, view.row_count - row)
             width = ((rows - 1) * view.row_stride + 1) * dtype.itemsize
-            raw = self._buffer.take(view.column_count * width)
+            raw = buffer.take(view.column_count * width)
             start = tensor.offset + (view.offset + row * view.row_stride) * dtype.itemsize
             for column in range(view.column_count):
                 self._read(

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mxfp4.converters.decide import Action
-from mxfp4.converters.plan import CODEC_ID, Plan, PlannedTensor
+from mxfp4.converters.formats import Payload
+from mxfp4.converters.plan import CODEC_ID, Plan, PlannedTensor, Treatment
 from mxfp4.converters.state import ShardRecord
 from mxfp4.version import __version__
 
@@ -38,6 +38,8 @@ def manifest(plan: Plan, records: Sequence[ShardRecord]) -> dict[str, Any]:
         "worst_modules": worst_modules(records),
         "warnings": list(plan.warnings),
         "not_as_asked": not_as_asked(plan),
+        "tied_head": tied_head(plan, records),
+        **({"lossy_blocks": lossy_blocks(records)} if plan.format.payload == "fp8" else {}),
         "files": {
             record.shard: {"bytes": record.byte_count, "sha256": record.sha256}
             for record in records
@@ -49,9 +51,9 @@ def role_table(tensors: Iterable[PlannedTensor]) -> list[dict[str, Any]]:
     """Tensors, parameters and bytes per role, action and dtype, largest first."""
     rows: dict[tuple[str, str, str], Counter[str]] = {}
     for tensor in tensors:
-        key = (str(tensor.decision.role.role), str(tensor.decision.action), tensor.info.dtype)
+        key = (str(tensor.decision.role.role), str(tensor.treatment), tensor.info.dtype)
         row = rows.setdefault(key, Counter())
-        row.update(tensors=1, parameters=tensor.info.element_count, bytes=tensor.info.byte_count)
+        row.update(tensors=1, parameters=tensor.info.element_count, bytes=tensor.byte_count)
     ordered = sorted(rows.items(), key=lambda item: (-item[1]["bytes"], item[0]))
     return [
         {"role": role, "action": action, "dtype": dtype, **dict(counts)}
@@ -97,7 +99,7 @@ def worst_modules(records: Sequence[ShardRecord], count: int = _WORST) -> list[d
         {"module": module, "relative_l2": found["relative_l2"]}
         for record in records
         for module, found in record.statistics.items()
-        if module
+        if module and "relative_l2" in found
     ]
     return sorted(rows, key=lambda row: (-row["relative_l2"], row["module"]))[:count]
 
@@ -111,7 +113,7 @@ def markdown(plan: Plan, records: Sequence[ShardRecord]) -> str:
         "",
         f"{totals['quantized']:,} of {totals['tensors']:,} tensors were quantized "
         f"(level `{plan.level}`, scale rule `{plan.recipe.rule}`, layout "
-        f"`{plan.options.format}`); all others are byte-identical to the source.",
+        f"`{plan.options.format}`); {_others(plan)}",
         "",
         "```",
         f"source {_bar(before, before)} {before:>17,} bytes",
@@ -127,7 +129,7 @@ def markdown(plan: Plan, records: Sequence[ShardRecord]) -> str:
             f"blocks of zeros {error['zero_blocks']:,}.",
             "",
         ]
-    lines += _attention(plan)
+    lines += _attention(plan, records)
     lines += ["## By role", "", *_table(role_table(plan.tensors)), ""]
     if error:
         lines += ["## Shared scales", "", "```", *_histogram(error["scale_histogram"]), "```", ""]
@@ -139,11 +141,61 @@ def markdown(plan: Plan, records: Sequence[ShardRecord]) -> str:
     return "\n".join(lines)
 
 
-def _attention(plan: Plan) -> list[str]:
+def _others(plan: Plan) -> str:
+    passed, decoded = plan.totals["passed"], plan.totals["decoded"]
+    if not passed and not decoded:
+        return "all others are byte-identical to the source."
+    return (
+        f"{passed:,} were MXFP4 already and keep their codes and scales byte for byte, "
+        f"{decoded:,} were decoded, and all others are byte-identical to the source."
+    )
+
+
+def tied_head(plan: Plan, records: Sequence[ShardRecord]) -> dict[str, Any]:
+    """Whether config and file agree about the output head: the flag, and what is stored.
+
+    `stored` is absent, equal or different; equality is that of the bytes written.
+    """
+    config = plan.checkpoint.config or {}
+    tied = config.get("tie_word_embeddings")
+    if tied is None and isinstance(config.get("text_config"), Mapping):
+        tied = config["text_config"].get("tie_word_embeddings")
+    hashes = {name: digest for r in records for name, digest in r.tensors.items()}
+    head = next((h for name, h in hashes.items() if name.endswith("lm_head.weight")), None)
+    table = next((h for name, h in hashes.items() if name.endswith("embed_tokens.weight")), None)
+    if table is None:
+        return {}
+    stored = "absent" if head is None else "equal" if head == table else "different"
+    return {"tie_word_embeddings": tied, "lm_head": stored}
+
+
+def _head_note(plan: Plan, records: Sequence[ShardRecord]) -> list[str]:
+    found = tied_head(plan, records)
+    if not found.get("tie_word_embeddings") or found["lm_head"] == "absent":
+        return []
+    if found["lm_head"] == "equal":
+        return ["- `lm_head.weight` equals the embedding, as tie_word_embeddings says"]
+    return [
+        "- `lm_head.weight` differs from the embedding although tie_word_embeddings is true: "
+        "engines that follow the config will not use it"
+    ]
+
+
+def lossy_blocks(records: Sequence[ShardRecord]) -> int:
+    """FP8 blocks whose values are not all what they were."""
+    return sum(
+        found.get("lossy_blocks", 0) for record in records for found in record.statistics.values()
+    )
+
+
+def _attention(plan: Plan, records: Sequence[ShardRecord]) -> list[str]:
     rows = [f"- {text}" for text in plan.warnings]
     rows += [
         f"- `{row['tensor']}` was not quantized: {row['reason']}" for row in not_as_asked(plan)
     ]
+    rows += _head_note(plan, records)
+    if plan.format.payload is Payload.FP8:
+        rows.append(f"- {lossy_blocks(records):,} FP8 block(s) are not exactly what they were")
     return ["## Worth knowing", "", *rows, ""] if rows else []
 
 
@@ -151,7 +203,7 @@ def kept_groups(tensors: Iterable[PlannedTensor]) -> list[dict[str, Any]]:
     """Kept tensors by role and reason, unrecognised names first."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for tensor in tensors:
-        if tensor.decision.action is Action.KEEP:
+        if tensor.treatment is not Treatment.QUANTIZE:
             role = tensor.decision.role
             key = (role.recognised, str(role.role), tensor.decision.reason)
             groups.setdefault(key, []).append(tensor.info.name)

@@ -9,24 +9,32 @@ byte-identical, quantized ones equal a fresh encoding bit for bit, and their err
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mxfp4.converters.bands import Quantizer, bands_of
 from mxfp4.converters.checkpoint import Checkpoint, open_checkpoint, read_json_object
 from mxfp4.converters.convert import default_quantizer
-from mxfp4.converters.formats import DEFAULT_FORMAT, OutputFormat, output_format
-from mxfp4.converters.header import StoredTensor
+from mxfp4.converters.formats import (
+    DEFAULT_FORMAT,
+    Described,
+    OutputFormat,
+    Payload,
+    output_format,
+)
+from mxfp4.converters.header import StoredTensor, TensorInfo
 from mxfp4.converters.ignore_check import check_ignore
-from mxfp4.converters.plan import OutputOptions, Plan, PlannedTensor, Task
+from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, Task, Treatment
 from mxfp4.converters.planning import make_plan, module_of
 from mxfp4.converters.reader import ShardReader, SlabBuffer
 from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.converters.report import MANIFEST_NAME
-from mxfp4.converters.work import Quantizer, encode_slabs
+from mxfp4.converters.work import SourceReaders, band_streams
 from mxfp4.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, RecipeError
 from mxfp4.spec import MAX_SCALE_BYTE
 from mxfp4.statistics import TensorStatistics
@@ -113,47 +121,76 @@ def verify(
     described = _read_manifest(output, result)
     layout = output_format(described.get("output_format", DEFAULT_FORMAT))
     modules = packed_modules(checkpoint, layout, result)
-    _check_folder(checkpoint, result)
-    _check_config(checkpoint, modules, result)
+    _check_folder(checkpoint, layout, result)
+    _check_config(checkpoint, layout, modules, result)
     if deep:
         _check_hashes(output, described, result, on_bytes)
         _check_scales(checkpoint, modules, layout, result)
     if source is not None:
-        _check_against(source, checkpoint, described, modules, layout, result, on_bytes)
+        _check_against(source, checkpoint, described, layout, result, on_bytes)
     return result
 
 
 def packed_modules(
     checkpoint: Checkpoint, layout: OutputFormat, result: Verification
-) -> dict[str, tuple[int, int]]:
-    """(N, K) of every module whose codes are stored; incomplete or misshapen ones are findings."""
+) -> dict[str, tuple[int, ...]]:
+    """Logical shape of every module with codes in the names of a layout; misfits are findings.
+
+    Shapes are [N, K], or [E, N, K] for stacked experts.
+    """
+    if layout.payload is not Payload.MXFP4:
+        return {}
     infos = {tensor.name: tensor for tensor in checkpoint.tensors()}
-    found: dict[str, tuple[int, int]] = {}
-    codes_leaf, scales_leaf = layout.codes("", 0, 0).name, layout.scales("", 0, 0).name
+    found: dict[str, tuple[int, ...]] = {}
+    leaves = [info.name for info in layout.tensors("", (32, 32))]
+    partners = {leaves[0]: leaves[-1], leaves[-1]: leaves[0]}
     for name, info in infos.items():
-        if name.endswith(scales_leaf):
-            partner = name.removesuffix(scales_leaf) + codes_leaf
+        if name.endswith(leaves[-1]) and info.dtype == layout.tensors("", (32, 32))[-1].dtype:
+            partner = name.removesuffix(leaves[-1]) + partners[leaves[-1]]
             if partner not in infos:
                 result.add(name, "these scales have no packed codes beside them")
-        if not name.endswith(codes_leaf):
+        if not name.endswith(leaves[0]):
             continue
-        module = name.removesuffix(codes_leaf)
-        rows, columns = (info.shape[0], info.shape[1] * 2) if len(info.shape) == 2 else (0, 0)
-        expected = layout.codes(module, rows, columns), layout.scales(module, rows, columns)
+        module = name.removesuffix(leaves[0])
+        shape = _module_shape(info, layout, infos, module + leaves[-1])
+        if shape is None:
+            continue
+        expected = layout.tensors(module, shape)
         result.count("packed modules")
-        if info != expected[0] or not columns:
+        if info != expected[0] or not shape[-1]:
             result.add(name, f"{info.dtype} {list(info.shape)} is not a matrix of packed codes")
-        elif (scales := infos.get(expected[1].name)) is None:
-            result.add(name, f"its scales {expected[1].name} are missing")
-        elif scales != expected[1]:
+        elif (scales := infos.get(expected[-1].name)) is None:
+            result.add(name, f"its scales {expected[-1].name} are missing")
+        elif scales != expected[-1]:
             result.add(
                 scales.name,
-                f"{scales.dtype} {list(scales.shape)}, expected {expected[1].dtype} "
-                f"{list(expected[1].shape)} for these codes",
+                f"{scales.dtype} {list(scales.shape)}, expected {expected[-1].dtype} "
+                f"{list(expected[-1].shape)} for these codes",
             )
         else:
-            found[module] = (rows, columns)
+            found[module] = shape
     return found
+
+
+def _module_shape(
+    info: TensorInfo, layout: OutputFormat, infos: Mapping[str, TensorInfo], scales: str
+) -> tuple[int, ...] | None:
+    """Logical shape of codes, judged by their own; None if this is no packed tensor at all.
+
+    Where codes are called `weight`, a tensor of another dtype is a kept one.
+    """
+    model = layout.tensors("", (1, 32 * 17))[0]
+    if model.name == ".weight" and (info.dtype != model.dtype or scales not in infos):
+        return None
+    if len(info.shape) < 2:
+        return (0, 0)
+    per_unit = 32 * 17 // (model.element_count or 1)
+    axes = len(model.shape) - 1
+    lead, tail = info.shape[:-axes], info.shape[-axes:]
+    units = 1
+    for length in tail:
+        units *= length
+    return (*lead, units * per_unit) if per_unit else (*lead, units * 32 // 17)
 
 
 def _read_manifest(output: Path, result: Verification) -> Mapping[str, Any]:
@@ -168,7 +205,7 @@ def _read_manifest(output: Path, result: Verification) -> Mapping[str, Any]:
         return {}
 
 
-def _check_folder(checkpoint: Checkpoint, result: Verification) -> None:
+def _check_folder(checkpoint: Checkpoint, layout: OutputFormat, result: Verification) -> None:
     if not checkpoint.indexed:
         result.add("model.safetensors.index.json", "there is no index; was the run interrupted?")
     else:
@@ -182,13 +219,18 @@ def _check_folder(checkpoint: Checkpoint, result: Verification) -> None:
             result.add(name, "this file is not in the index; loaders that glob would read it")
     for shard in checkpoint.shards:
         result.count("shards")
-        if shard.header.metadata.get("format") != "pt":
-            result.add(shard.name, 'its metadata lack {"format": "pt"}; old loaders refuse it')
+        wanted = layout.metadata["format"]
+        if shard.header.metadata.get("format") != wanted:
+            text = f'its metadata lack {{"format": "{wanted}"}}; old loaders refuse it'
+            result.add(shard.name, text)
     result.count("tensors", len(checkpoint.tensors()))
 
 
 def _check_config(
-    checkpoint: Checkpoint, modules: Mapping[str, tuple[int, int]], result: Verification
+    checkpoint: Checkpoint,
+    layout: OutputFormat,
+    modules: Mapping[str, tuple[int, ...]],
+    result: Verification,
 ) -> None:
     """Lint what engines read: method, group, and an ignore list that cuts exactly."""
     if checkpoint.config is None:
@@ -199,8 +241,14 @@ def _check_config(
         if modules:
             result.add("config.json", "packed modules, but no quantization_config")
         return
-    if config.get("quant_method") != "compressed-tensors":
+    wanted = layout.config(Described((), (), (), (), {})).quantization
+    if wanted is None:
+        result.add("config.json", f"a quantization_config in the layout {layout.name}")
+        return
+    if config.get("quant_method") != wanted.get("quant_method"):
         result.add("config.json", f"quant_method is {config.get('quant_method')!r}")
+        return
+    if layout.name != DEFAULT_FORMAT:
         return
     groups = config.get("config_groups") or {}
     for name, group in groups.items():
@@ -250,7 +298,9 @@ def _check_scales(
     layout: OutputFormat,
     result: Verification,
 ) -> None:
-    wanted = {layout.scales(module, 0, 0).name for module in modules}
+    if len(layout.tensors("", (32, 32))) < 2:
+        return
+    wanted = {layout.tensors(module, (32, 32))[1].name for module in modules}
     buffer = SlabBuffer()
     for shard in checkpoint.shards:
         with ShardReader(shard, buffer) as reader:
@@ -270,12 +320,11 @@ def _check_against(
     source: str | Path,
     output: Checkpoint,
     described: Mapping[str, Any],
-    modules: Mapping[str, tuple[int, int]],
     layout: OutputFormat,
     result: Verification,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Compare every source tensor with what the output has in its place."""
+    """Compare everything that the source would become with what the output has in its place."""
     original = open_checkpoint(source, allow_missing_config=True)
     if "recipe" in described:
         recipe = replace(Recipe.from_mapping(described["recipe"]), level=Level(described["level"]))
@@ -285,130 +334,150 @@ def _check_against(
     # The plan says how each tensor would be cut; what the output really did with it (kept, after
     # all, because of a NaN, say) is read off the output's own tensors.
     plan = make_plan(original, recipe, OutputOptions(format=layout.name))
-    comparer = _Comparer(plan, output, layout, default_quantizer(recipe), result, on_bytes)
-    accounted: set[str] = set()
-    for tensor, tasks in _by_tensor(plan):
-        accounted.update(comparer.compare(tensor, tasks, modules))
-    extra = [tensor.name for tensor in output.tensors() if tensor.name not in accounted]
-    for name in extra:
-        result.add(name, "no source tensor accounts for this tensor")
-
-
-def _by_tensor(plan: Plan) -> Iterator[tuple[PlannedTensor, list[Task]]]:
-    tasks: dict[str, list[Task]] = {}
+    comparer = _Comparer(plan, output, default_quantizer(recipe), result, on_bytes)
     for shard in plan.shards:
-        for task in shard.tasks:
-            tasks.setdefault(task.stored.info.name, []).append(task)
-    for tensor in plan.tensors:
-        yield tensor, tasks.get(tensor.info.name, [])
+        comparer.compare_shard(shard)
+    for tensor in output.tensors():
+        if tensor.name not in comparer.accounted:
+            result.add(tensor.name, "no source tensor accounts for this tensor")
 
 
 class _Comparer:
-    """Compares source tensors with output tensors slab by slab."""
+    """Compares tasks with output tensors, band by band."""
 
     def __init__(
         self,
         plan: Plan,
         output: Checkpoint,
-        layout: OutputFormat,
         quantizer: Quantizer,
         result: Verification,
         on_bytes: Callable[[int], None],
     ) -> None:
+        self.accounted: set[str] = set()
         self._plan = plan
-        self._layout = layout
+        self._layout = plan.format
         self._quantizer = quantizer
         self._result = result
         self._on_bytes = on_bytes
-        self._source_shards = plan.checkpoint.shards
         self._output_shards = output.shards
         self._where: dict[str, tuple[int, StoredTensor]] = {
             stored.info.name: (number, stored) for number, stored in output.located()
         }
-        self._source_buffer, self._output_buffer = SlabBuffer(), SlabBuffer()
+        self._output_buffer = SlabBuffer()
 
-    def compare(
-        self, tensor: PlannedTensor, tasks: list[Task], modules: Mapping[str, tuple[int, int]]
-    ) -> list[str]:
-        """Check one source tensor; returns the output tensors that it accounts for."""
-        name = tensor.info.name
-        if name in self._where:
-            self._compare_kept(tensor)
-            return [name]
-        cut = [task for task in tasks if task.module is not None]
-        present = [task for task in cut if task.module in modules]
-        if not present:
+    def compare_shard(self, shard: OutputShard) -> None:
+        """Check all tasks of a planned shard."""
+        with SourceReaders(self._plan.checkpoint) as self._readers:
+            for task in shard.tasks:
+                self._compare(task)
+
+    def _compare(self, task: Task) -> None:
+        """Check one task and note the output tensors that it accounts for."""
+        if task.treatment is Treatment.KEEP:
+            self._compare_kept(task, task.outputs(self._layout)[0])
+            return
+        outputs = task.outputs(self._layout)
+        missing = [info for info in outputs if info.name not in self._where]
+        if not missing:
+            self.accounted.update(info.name for info in outputs)
+            if all(m.source.parts[0].info == outputs[0] for m in task.matrices):
+                self._as_it_was(task)
+            else:
+                self._compare_module(task, outputs)
+            return
+        if len(missing) == len(outputs) and self._as_it_was(task):
+            return
+        name = task.stored.info.name
+        if len(task.matrices) == 1 and task.view is not None and task.source.info.name != name:
+            name = task.source.info.name
+        if len(task.source.info.shape) > 2 or len(task.matrices) > 1:
+            self._result.add(name, f"its part {task.module} is missing from the output")
+        else:
             self._result.add(name, "this source tensor is missing from the output")
-            return []
-        accounted: list[str] = []
-        for task in cut:
-            if task.module not in modules:
-                self._result.add(name, f"its part {task.module} is missing from the output")
-                continue
-            self._compare_quantized(task)
-            accounted += [info.name for info in task.outputs(self._layout)]
-        return accounted
 
-    def _compare_kept(self, tensor: PlannedTensor) -> None:
-        number, stored = self._where[tensor.info.name]
+    def _as_it_was(self, task: Task) -> bool:
+        """Whether the output holds the source tensors under their own names; compares them."""
+        parts = {part.info.name: part for m in task.matrices for part in m.source.parts}
+        if any(name not in self._where for name in parts):
+            return False
+        for m in task.matrices:
+            for number, part in enumerate(m.source.parts):
+                if part.info.name not in self.accounted:
+                    copied = Task(Treatment.KEEP, m.source, part=number)
+                    self._compare_kept(copied, part.info)
+        return True
+
+    def _compare_kept(self, task: Task, wanted: TensorInfo) -> None:
+        part = task.source.parts[task.part]
+        if wanted.name not in self._where:
+            self._result.add(part.info.name, "this source tensor is missing from the output")
+            return
+        self.accounted.add(wanted.name)
+        number, stored = self._where[wanted.name]
         self._result.count("kept tensors")
-        if stored.info != tensor.info:
+        if stored.info != wanted:
             self._result.add(
-                tensor.info.name,
+                wanted.name,
                 f"{stored.info.dtype} {list(stored.info.shape)} in the output, "
-                f"{tensor.info.dtype} {list(tensor.info.shape)} in the source",
+                f"{wanted.dtype} {list(wanted.shape)} in the source",
             )
             return
-        source = ShardReader(self._source_shards[tensor.shard], self._source_buffer)
-        output = ShardReader(self._output_shards[number], self._output_buffer)
-        with source, output:
-            pairs = zip(source.pieces(tensor.stored), output.pieces(stored), strict=True)
+        source = self._readers.open(part.shard)
+        with ShardReader(self._output_shards[number], self._output_buffer) as output:
+            pairs = zip(source.pieces(part.stored), output.pieces(stored), strict=True)
             same = True
             for before, after in pairs:
                 same = same and before == after
                 self._on_bytes(len(before))
         if not same:
-            self._result.add(tensor.info.name, "kept, but its bytes differ from the source")
+            self._result.add(wanted.name, "kept, but its bytes differ from the source")
 
-    def _compare_quantized(self, task: Task) -> None:
-        assert task.view is not None and task.module is not None  # noqa: PT018
-        self._result.count("quantized modules")
-        stored = [self._where[info.name] for info in task.outputs(self._layout)]
-        expected = task.outputs(self._layout)
+    def _compare_module(self, task: Task, expected: tuple[TensorInfo, ...]) -> None:
+        assert task.module is not None
+        self._result.count(_COUNTED[task.treatment])
+        stored = [self._where[info.name] for info in expected]
         for (_, found), wanted in zip(stored, expected, strict=True):
             if found.info != wanted:
                 self._result.add(wanted.name, f"shape {list(found.info.shape)} is not the source's")
                 return
         try:
-            differing, statistics = self._encode_again(task, stored)
+            differing, statistics = self._write_again(task, stored)
         except NonFiniteError as error:
             self._result.add(task.module, f"quantized, but its source {error.message}")
             return
-        self._result.statistics += statistics
-        self._result.modules.append((task.module, statistics.relative_l2))
+        if task.treatment is Treatment.QUANTIZE:
+            self._result.statistics += statistics
+            self._result.modules.append((task.module, statistics.relative_l2))
         if differing:
             self._result.add(
                 task.module, f"{differing:,} bytes differ from a fresh encoding of the source"
             )
 
-    def _encode_again(
+    def _write_again(
         self, task: Task, stored: list[tuple[int, StoredTensor]]
     ) -> tuple[int, TensorStatistics]:
-        assert task.view is not None
         differing, statistics = 0, TensorStatistics()
-        shard = self._source_shards[task.shard]
-        with (
-            ShardReader(shard, self._source_buffer) as source,
-            _Cursor(self._output_shards[stored[0][0]], stored[0][1]) as codes,
-            _Cursor(self._output_shards[stored[1][0]], stored[1][1]) as scales,
-        ):
-            for slab, fresh in encode_slabs(source, task, task.view, self._quantizer, shard.name):
-                differing += codes.differing(fresh.codes)
-                differing += scales.differing(fresh.scales)
-                if fresh.statistics is not None:
-                    statistics += fresh.statistics
-                self._on_bytes(slab.bits.nbytes)
+        payload = self._layout.payload
+        with ExitStack() as stack:
+            cursors = [
+                stack.enter_context(_Cursor(self._output_shards[number], tensor))
+                for number, tensor in stored
+            ]
+            for band in bands_of(task, self._readers, lambda module: self._quantizer, payload):
+                streams = band_streams(band, self._layout)
+                for cursor, fresh in zip(cursors, streams, strict=True):
+                    differing += cursor.differing(fresh)
+                if band.statistics is not None:
+                    statistics += band.statistics
+                self._on_bytes(band.source_bytes)
         return differing, statistics
+
+
+_COUNTED = {
+    Treatment.QUANTIZE: "quantized modules",
+    Treatment.PASS: "passed modules",
+    Treatment.DECODE: "decoded tensors",
+}
 
 
 class _Cursor:

@@ -8,40 +8,28 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from mxfp4.converters.ahead import ahead
-from mxfp4.converters.plan import OutputShard, Plan, Task
-from mxfp4.converters.reader import (
-    DEFAULT_SLAB_BYTES,
-    Bits,
-    MatrixView,
-    ShardReader,
-    Slab,
-    SlabBuffer,
-)
+from mxfp4.converters.bands import Band, Quantizer, bands_of
+from mxfp4.converters.checkpoint import Checkpoint
+from mxfp4.converters.formats import OutputFormat, Payload
+from mxfp4.converters.plan import OutputShard, Plan, Task, Treatment
+from mxfp4.converters.reader import DEFAULT_SLAB_BYTES, ShardReader, SlabBuffer
+from mxfp4.converters.sources.types import Bytes
 from mxfp4.converters.state import OutputFolder, ShardRecord
 from mxfp4.converters.writer import ShardWriter
-from mxfp4.errors import InterruptedConversionError, NonFiniteError
-from mxfp4.kernels.rows import EncodedRows, TensorStatistics
+from mxfp4.errors import InterruptedConversionError
+from mxfp4.kernels.rows import TensorStatistics
 
 _PIECES_AHEAD = 2
 SPOOL_BYTES = 8 << 20
 """Scales of one matrix that stay in memory; more of them go through a temporary file."""
-
-
-class Quantizer(Protocol):
-    """Encodes raw bits [n, K] of a safetensors dtype; pure, and safe to call from threads."""
-
-    def __call__(self, source: Bits, dtype: str, /) -> EncodedRows:
-        """Return codes uint8 [n, K/2], scales uint8 [n, K/32] and their statistics."""
-        ...
 
 
 class Substitutes(Protocol):
@@ -73,12 +61,12 @@ class Work:
     on_bytes: Callable[[int], None] = lambda count: None
     stop: threading.Event = field(default_factory=threading.Event)
     substitutes: Substitutes | None = None
+    also: tuple[tuple[Plan, OutputFolder], ...] = ()
+    """Further outputs of the same read: plans with the same tasks in the same shards."""
 
-    def quantizer_of(self, task: Task) -> Quantizer:
-        """The quantizer for one task."""
-        found = None
-        if self.substitutes is not None and task.module is not None:
-            found = self.substitutes.quantizer(task.module)
+    def quantizer_of(self, module: str) -> Quantizer:
+        """The quantizer for one matrix, by its name as a module of its own."""
+        found = None if self.substitutes is None else self.substitutes.quantizer(module)
         return found or self.quantizer
 
     def content_of(self, task: Task, reader: ShardReader) -> Iterator[memoryview]:
@@ -98,38 +86,46 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of a task's output: of a copied tensor, or the codes and scales of a slab.
+    """Some bytes of a task's output: of a copied tensor, or a band of a module.
 
-    `source_bytes` were read for it; `last` ends the task.
+    `number` counts the tasks of the unit; `last` ends the task.
     """
 
-    task: Task
+    number: int
     source_bytes: int
     copied: memoryview | None = None
-    encoded: EncodedRows | None = None
+    band: Band | None = None
     last: bool = False
 
 
 def convert_shard(unit: OutputShard, work: Work) -> ShardRecord:
-    """Write one output shard and its record; returns the record.
+    """Write one output shard (and the same one of further outputs); returns its record.
 
     One thread reads and encodes, the calling one hashes and writes. Raises `NonFiniteError` naming
     file, tensor and index, `SourceChangedError` when a source file is not the planned one, and
     `NoSpaceError`; in each case nothing of the shard remains.
     """
-    layout = work.plan.format
-    announced = [info for task in unit.tasks for info in task.outputs(layout)]
-    target, temporary = work.output.path / unit.name, work.output.temporary(unit.name)
     with ExitStack() as stack:
-        sources = stack.enter_context(SourceReaders(work))
-        writer = stack.enter_context(ShardWriter(target, announced, temporary))
+        sources = stack.enter_context(
+            SourceReaders(work.plan.checkpoint, work.slab_bytes, drop_cache=work.drop_cache)
+        )
+        outlets = [
+            stack.enter_context(Outlet(plan, folder, same_shard(plan, unit)))
+            for plan, folder in ((work.plan, work.output), *work.also)
+        ]
         pieces = stack.enter_context(ahead(_pieces(unit, sources, work), _PIECES_AHEAD))
-        hashes, statistics = _write_pieces(pieces, writer, work)
+        for piece in pieces:
+            for outlet in outlets:
+                outlet.take(piece)
+            work.advance(piece.source_bytes)
         sources.require_unchanged()
-        digest = writer.commit()
-    record = ShardRecord(work.plan.id, unit.name, writer.size, digest, hashes, statistics)
-    work.output.save_record(record)
-    return record
+        records = [outlet.commit() for outlet in outlets]
+    return records[0]
+
+
+def same_shard(plan: Plan, unit: OutputShard) -> OutputShard:
+    """The shard of a plan that goes by this name."""
+    return next(shard for shard in plan.shards if shard.name == unit.name)
 
 
 def peak_worker_bytes(slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
@@ -139,61 +135,125 @@ def peak_worker_bytes(slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
 
 def _pieces(unit: OutputShard, sources: SourceReaders, work: Work) -> Iterator[Piece]:
     """Everything the shard holds, in file order."""
-    for task in unit.tasks:
-        reader = sources.open(task.shard)
-        if task.view is None:
+    payload = work.plan.format.payload
+    for number, task in enumerate(unit.tasks):
+        if task.treatment is Treatment.KEEP:
+            reader = sources.open(task.source.parts[task.part].shard)
             for data in work.content_of(task, reader):
-                yield Piece(task, len(data), copied=data)
+                yield Piece(number, len(data), copied=data)
         else:
-            file = work.plan.checkpoint.shards[task.shard].name
-            quantizer = work.quantizer_of(task)
-            for slab, encoded in encode_slabs(reader, task, task.view, quantizer, file):
-                yield Piece(task, slab.bits.nbytes, encoded=encoded)
-        yield Piece(task, 0, last=True)
+            for band in bands_of(task, sources, work.quantizer_of, payload):
+                yield Piece(number, band.source_bytes, band=band)
+        yield Piece(number, 0, last=True)
 
 
-def _write_pieces(
-    pieces: Iterator[Piece], writer: ShardWriter, work: Work
-) -> tuple[dict[str, str], dict[str, object]]:
-    """Write and hash; returns the hash of every tensor and the statistics of every module."""
-    hashes: dict[str, str] = {}
-    statistics: dict[str, object] = {}
-    total = module = TensorStatistics()
-    folder = str(work.output.state / "tmp")
-    with tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder) as spool:
-        for piece in pieces:
-            if piece.copied is not None:
-                writer.write(piece.copied)
-            if piece.encoded is not None:
-                writer.write(_flat(piece.encoded.codes))
-                spool.write(_flat(piece.encoded.scales))
-                if piece.encoded.statistics is not None:
-                    module = module + piece.encoded.statistics
-            work.advance(piece.source_bytes)
-            if not piece.last:
-                continue
-            outputs = piece.task.outputs(work.plan.format)
-            hashes[outputs[0].name] = writer.end_tensor()
-            if piece.task.module is not None:
-                _write_spool(spool, writer)
-                hashes[outputs[1].name] = writer.end_tensor()
-                statistics[piece.task.module] = module_statistics(module)
-                total, module = total + module, TensorStatistics()
-    if statistics:
-        sums = {"sum_squares": total.sum_squares, "sum_squared_error": total.sum_squared_error}
-        statistics[""] = {**total.to_json(), **sums}
-    return hashes, statistics
+class Outlet:
+    """One shard of one output in the making: bytes in, hashes and statistics out."""
+
+    def __init__(self, plan: Plan, folder: OutputFolder, unit: OutputShard) -> None:
+        self._plan, self._folder, self._unit = plan, folder, unit
+        self._layout = plan.format
+        self._stack = ExitStack()
+        self._hashes: dict[str, str] = {}
+        self._statistics: dict[str, object] = {}
+        self._total = self._module = TensorStatistics()
+        self._encoded = False
+        self._lossy = 0
+
+    def __enter__(self) -> Outlet:
+        unit, folder = self._unit, self._folder
+        announced = [info for task in unit.tasks for info in task.outputs(self._layout)]
+        spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder.state / "tmp"))
+        self._spool = self._stack.enter_context(spool)
+        self._writer = self._stack.enter_context(
+            ShardWriter(
+                folder.path / unit.name,
+                announced,
+                folder.temporary(unit.name),
+                self._layout.metadata,
+            )
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def take(self, piece: Piece) -> None:
+        """Write what a piece holds; at the end of a task also what waited for it."""
+        if piece.copied is not None:
+            self._writer.write(piece.copied)
+        if piece.band is not None:
+            self._take_band(piece.band)
+        if piece.last:
+            self._end_task(self._unit.tasks[piece.number])
+
+    def commit(self) -> ShardRecord:
+        """Make the shard durable and note that it is done."""
+        if self._encoded:
+            total = self._total
+            sums = {"sum_squares": total.sum_squares, "sum_squared_error": total.sum_squared_error}
+            self._statistics[""] = {**total.to_json(), **sums}
+        digest = self._writer.commit()
+        record = ShardRecord(
+            self._plan.id,
+            self._unit.name,
+            self._writer.size,
+            digest,
+            self._hashes,
+            self._statistics,
+        )
+        self._folder.save_record(record)
+        return record
+
+    def _take_band(self, band: Band) -> None:
+        for number, stream in enumerate(band_streams(band, self._layout)):
+            if number:
+                self._spool.write(_flat(stream))
+            else:
+                self._writer.write(_flat(stream))
+        self._lossy += band.lossy_blocks
+        if band.statistics is not None:
+            self._module = self._module + band.statistics
+
+    def _end_task(self, task: Task) -> None:
+        outputs = task.outputs(self._layout)
+        self._hashes[outputs[0].name] = self._writer.end_tensor()
+        if len(outputs) > 1:
+            _write_spool(self._spool, self._writer)
+            self._hashes[outputs[1].name] = self._writer.end_tensor()
+        if task.module is not None and task.treatment is Treatment.QUANTIZE:
+            self._statistics[task.module] = module_statistics(self._module)
+            self._total, self._encoded = self._total + self._module, True
+        if task.module is not None and self._layout.payload is Payload.FP8:
+            self._statistics[task.module] = {"lossy_blocks": self._lossy}
+        self._module, self._lossy = TensorStatistics(), 0
+
+
+def band_streams(band: Band, layout: OutputFormat) -> Sequence[Bytes]:
+    """The bytes of a band for each tensor of a module."""
+    if band.values is not None:
+        return (band.values,) if band.scales is None else (band.values, band.scales)
+    assert band.codes is not None and band.scales is not None  # noqa: PT018
+    return layout.streams(band.codes, band.scales)
 
 
 class SourceReaders:
     """The source shards of one unit, opened when first needed."""
 
-    def __init__(self, work: Work) -> None:
-        self._checkpoint = work.plan.checkpoint
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        drop_cache: bool = False,
+    ) -> None:
+        self.slab_bytes = slab_bytes
+        self._checkpoint = checkpoint
         self._stack = ExitStack()
         # One area for every piece that can be alive at a time; see `ahead`.
-        self._buffer = SlabBuffer(work.slab_bytes, _PIECES_AHEAD + 2)
-        self._drop_cache = work.drop_cache
+        self._buffer = SlabBuffer(slab_bytes, _PIECES_AHEAD + 2)
+        self._scratch: SlabBuffer | None = None
+        self._drop_cache = drop_cache
         self._open: dict[int, ShardReader] = {}
 
     def __enter__(self) -> SourceReaders:
@@ -211,30 +271,20 @@ class SourceReaders:
             self._open[number] = self._stack.enter_context(reader)
         return self._open[number]
 
+    def scratch(self) -> SlabBuffer:
+        """Memory to read into for a moment, apart from what pieces still refer to."""
+        if self._scratch is None:
+            self._scratch = SlabBuffer(self.slab_bytes)
+        return self._scratch
+
+    def name(self, number: int) -> str:
+        """The file name of a source shard."""
+        return self._checkpoint.shards[number].name
+
     def require_unchanged(self) -> None:
         """Check every file that was read once more."""
         for reader in self._open.values():
             reader.require_unchanged()
-
-
-def encode_slabs(
-    reader: ShardReader, task: Task, view: MatrixView, quantizer: Quantizer, file: str
-) -> Iterator[tuple[Slab, EncodedRows]]:
-    """Encode a matrix slab by slab; a NaN or infinity is reported with its place in the matrix."""
-    dtype = task.stored.info.dtype
-    for slab in reader.slabs(task.stored, view):
-        try:
-            yield slab, quantizer(slab.bits, dtype)
-        except NonFiniteError as error:
-            row, column = error.index
-            flat = slab.first_element + row * slab.bits.shape[1] + column
-            raise NonFiniteError(
-                index=divmod(flat, view.column_count),
-                file=file,
-                tensor=_place(task),
-                hint="repair the checkpoint, leave such tensors in their source dtype with "
-                "--on-nonfinite keep, or name this one with --keep",
-            ) from error
 
 
 def _write_spool(spool: IO[bytes], writer: ShardWriter) -> None:
@@ -246,7 +296,7 @@ def _write_spool(spool: IO[bytes], writer: ShardWriter) -> None:
     spool.truncate()
 
 
-def _flat(array: npt.NDArray[np.uint8]) -> memoryview:
+def _flat(array: Bytes) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).data
 
 
@@ -255,9 +305,3 @@ def module_statistics(statistics: TensorStatistics) -> dict[str, object]:
     summary = statistics.to_json()
     del summary["scale_histogram"]
     return summary
-
-
-def _place(task: Task) -> str:
-    name = task.stored.info.name
-    own = task.module is None or name.startswith(task.module)
-    return name if own else f"{name} (as {task.module})"

@@ -34,8 +34,14 @@ class ShardWriter:
     removes the temporary file.
     """
 
-    def __init__(self, final: Path, tensors: Sequence[TensorInfo], temporary: Path) -> None:
-        header = build_header(tensors, SHARD_METADATA)
+    def __init__(
+        self,
+        final: Path,
+        tensors: Sequence[TensorInfo],
+        temporary: Path,
+        metadata: Mapping[str, str] = SHARD_METADATA,
+    ) -> None:
+        header = build_header(tensors, metadata)
         self._final = final
         self._temporary = temporary
         self._size = len(header) + sum(tensor.byte_count for tensor in tensors)

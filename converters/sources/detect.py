@@ -1,0 +1,163 @@
+"""Find out what every stored tensor of a checkpoint is: weight, companion, leftover, or plain.
+
+Names, dtypes and shapes decide; the config only contributes the block size of FP8. A one-byte
+tensor is never taken for FP8, and a packed weight without its scale is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mxfp4.converters.checkpoint import Checkpoint
+from mxfp4.converters.header import TensorInfo
+from mxfp4.converters.sources import mxfp4, scaled_names
+from mxfp4.converters.sources.types import PLAIN, Part, Recogniser, Source
+from mxfp4.errors import CorruptCheckpointError, TensorNotFoundError, UnsupportedFormatError
+
+RECOGNISERS: tuple[Recogniser, ...] = (
+    scaled_names.recognise_fp8,
+    scaled_names.recognise_int4,
+    scaled_names.recognise_nvfp4,
+    mxfp4.recognise,
+)
+"""Asked in this order about every stored tensor that is not made of floats or wide integers."""
+
+_FLOATS = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
+_PACKED_LEAVES = (".weight", ".weight_packed", "_blocks", mxfp4.GGUF_LEAF, ".qweight")
+_PACKED_DTYPES = frozenset({"U8", "I8", "U32", "I32", "F4"})
+
+LEFTOVER_LEAVES = frozenset(
+    {
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "weight_global_scale",
+        "weight_shape",
+        "input_scale",
+        "input_global_scale",
+        "output_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    }
+)
+"""What only a quantized checkpoint holds, and what no output needs."""
+
+_FOREIGN = {
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "absmax": "bitsandbytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensors:
+    """All logical tensors in file order, and the stored ones that lead nowhere."""
+
+    sources: tuple[Source, ...]
+    dropped: tuple[Part, ...]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any weight is stored in fewer bits than its values have."""
+        return any(not source.plain for source in self.sources)
+
+
+def read_sources(checkpoint: Checkpoint) -> SourceTensors:
+    """Group the stored tensors of a checkpoint by what they mean.
+
+    Raises a `CheckpointError` that names the tensor: for a packed or FP8 weight without scale, for
+    companions of a wrong shape, for two forms of one weight, and for layouts that are not read.
+    """
+    parts = {stored.info.name: Part(number, stored) for number, stored in checkpoint.located()}
+    blocks = _block_sizes(checkpoint.quantization)
+    heads = {
+        name: source
+        for name, part in parts.items()
+        if part.info.dtype not in _FLOATS
+        and (source := _recognise(part, parts, blocks)) is not None
+    }
+    taken = {part.info.name for source in heads.values() for part in source.parts[1:]}
+    quantized = bool(heads) or checkpoint.quantization is not None
+    sources: list[Source] = []
+    dropped: list[Part] = []
+    for name, part in parts.items():
+        if name in taken:
+            continue
+        if name in heads:
+            sources.append(heads[name])
+        elif quantized and _is_leftover(part.info, parts):
+            dropped.append(part)
+        else:
+            _refuse_unreadable(part.info, parts)
+            sources.append(Source(PLAIN, part.info, (part,)))
+    _refuse_doubles(sources)
+    return SourceTensors(tuple(sources), tuple(dropped))
+
+
+def _recognise(
+    part: Part, parts: Mapping[str, Part], blocks: tuple[tuple[int, int], ...]
+) -> Source | None:
+    for recogniser in RECOGNISERS:
+        source = recogniser(part, parts.get, blocks)
+        if source is not None:
+            return source
+    return None
+
+
+def _block_sizes(quantization: Mapping[str, Any] | None) -> tuple[tuple[int, int], ...]:
+    """Block sizes of FP8 scales that a config names, in any spelling."""
+    found = (quantization or {}).get("weight_block_size")
+    if isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found):
+        return ((found[0], found[1]),)
+    return ()
+
+
+def _is_leftover(info: TensorInfo, parts: Mapping[str, Part]) -> bool:
+    """A scale that no packed weight needs, or a number that only a quantized model has."""
+    base, _, leaf = info.name.rpartition(".")
+    if leaf not in LEFTOVER_LEAVES:
+        return False
+    owned = f"{base}.weight" in parts or f"{base}.weight_packed" in parts
+    if not owned and leaf in ("weight_scale", "weight_scale_inv"):
+        raise CorruptCheckpointError(
+            f"these scales {info.dtype} {list(info.shape)} have no weight beside them",
+            tensor=info.name,
+            hint="download the checkpoint again, or remove this tensor",
+        )
+    return True
+
+
+def _refuse_unreadable(info: TensorInfo, parts: Mapping[str, Part]) -> None:
+    """Raise for what looks like a weight and would be copied as if it were plain numbers."""
+    base, _, leaf = info.name.rpartition(".")
+    affine = leaf == "weight" and info.dtype == "U32" and f"{base}.biases" in parts
+    if leaf in _FOREIGN or affine:
+        raise UnsupportedFormatError(
+            f"{'MLX affine' if affine else _FOREIGN[leaf]} weights are not read",
+            tensor=info.name,
+            hint="start from the unquantized checkpoint",
+        )
+    packed = info.dtype in _PACKED_DTYPES and len(info.shape) >= 2
+    if packed and info.name.endswith(_PACKED_LEAVES):
+        raise TensorNotFoundError(
+            f"this packed {info.dtype} weight {list(info.shape)} has no scale beside it",
+            tensor=info.name,
+            hint="a one-byte tensor is never taken for FP8; download the checkpoint again, or "
+            "start from the unquantized one",
+        )
+
+
+def _refuse_doubles(sources: list[Source]) -> None:
+    seen: dict[str, str] = {}
+    for source in sources:
+        stored = source.parts[0].info.name
+        if source.info.name in seen:
+            raise CorruptCheckpointError(
+                f"{seen[source.info.name]} and {stored} both hold this weight",
+                tensor=source.info.name,
+                hint="keep one of the two; a merge of two checkpoints looks like this",
+            )
+        seen[source.info.name] = stored

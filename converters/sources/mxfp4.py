@@ -1,0 +1,153 @@
+"""MXFP4 as others store it: the same codes and scale bytes under many names and dtypes.
+
+The dtype of a stored tensor only says how its bytes are called here; nothing is ever converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mxfp4.converters.header import DTYPE_BITS, TensorInfo
+from mxfp4.converters.sources.types import Bytes, Fetch, Floats, Lookup, Part, Rows, Source, Storage
+from mxfp4.errors import CorruptCheckpointError
+from mxfp4.kernels.rows import decode_rows
+from mxfp4.spec import BLOCK_BYTES, BLOCK_SIZE
+
+GGUF_BLOCK_BYTES = 1 + BLOCK_BYTES
+"""One scale byte, then the codes of 32 elements."""
+
+_BYTE_SCALES = frozenset({"U8", "F8_E8M0"})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNames:
+    """Leaves and dtypes of one family; `canonical` replaces the codes' leaf in the name."""
+
+    codes: str
+    dtypes: frozenset[str]
+    scales: str
+    canonical: str = ".weight"
+    blocked: bool = False
+    """Whether the codes have an axis of their own for the 16 bytes of a block."""
+
+
+_BYTES = frozenset({"U8", "I8"})
+
+PACKED_NAMES = (
+    PackedNames(".weight_packed", _BYTES, ".weight_scale"),  # compressed-tensors, Kimi-K3
+    PackedNames(".weight", _BYTES | {"F4"}, ".weight_scale"),  # generic, Quark, MiMo, ModelOpt
+    PackedNames(".weight", _BYTES, ".scale"),  # DeepSeek-V4
+    PackedNames(".weight", _BYTES, ".weight_scale_inv"),  # Ling
+    PackedNames(".weight", frozenset({"U32"}), ".scales"),  # MLX
+    PackedNames("_blocks", _BYTES, "_scales", canonical="", blocked=True),  # gpt-oss
+)
+"""Families of MXFP4, told apart by what is really there and not by the config's word."""
+
+GGUF_LEAF = ".weight_gguf"
+"""Codes and scales in one tensor of GGUF blocks."""
+
+
+def recognise(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> Source | None:
+    """MXFP4 codes with a scale byte for every 32 of them; None for everything else."""
+    info = part.info
+    if info.name.endswith(GGUF_LEAF) and info.dtype == "U8":
+        return _gguf(part)
+    for names in PACKED_NAMES:
+        if not info.name.endswith(names.codes) or info.dtype not in names.dtypes:
+            continue
+        base = info.name.removesuffix(names.codes)
+        scales = lookup(base + names.scales)
+        if scales is None or scales.info.dtype not in _BYTE_SCALES:
+            continue
+        shape = _logical_shape(info, names)
+        if shape is None or scales.info.shape != (*shape[:-1], shape[-1] // BLOCK_SIZE):
+            raise CorruptCheckpointError(
+                f"codes {info.dtype} {list(info.shape)} and scales {scales.info.name} "
+                f"{scales.info.dtype} {list(scales.info.shape)} do not belong together: one scale "
+                f"byte for {BLOCK_SIZE} codes was expected",
+                tensor=info.name,
+                hint="this is neither MXFP4 nor another layout that is read here; convert from "
+                "the unquantized checkpoint",
+            )
+        name = _canonical(base + names.canonical)
+        return Source("mxfp4", TensorInfo(name, "MXFP4", shape), (part, scales), (1, BLOCK_SIZE))
+    return None
+
+
+def _canonical(name: str) -> str:
+    """MLX stacks experts under a module of its own name."""
+    return name.replace(".switch_mlp.", ".experts.")
+
+
+def _logical_shape(info: TensorInfo, names: PackedNames) -> tuple[int, ...] | None:
+    shape = info.shape
+    if names.blocked:
+        if len(shape) < 3 or shape[-1] != BLOCK_BYTES:
+            return None
+        return (*shape[:-2], shape[-2] * BLOCK_SIZE)
+    columns = shape[-1] * DTYPE_BITS[info.dtype] // 4 if len(shape) >= 2 else 0
+    return (*shape[:-1], columns) if columns and columns % BLOCK_SIZE == 0 else None
+
+
+def _gguf(part: Part) -> Source:
+    shape = part.info.shape
+    if len(shape) < 2 or shape[-1] % GGUF_BLOCK_BYTES:
+        raise CorruptCheckpointError(
+            f"U8 {list(shape)} is no whole number of GGUF blocks of {GGUF_BLOCK_BYTES} bytes",
+            tensor=part.info.name,
+            hint="write the blocks again",
+        )
+    columns = shape[-1] // GGUF_BLOCK_BYTES * BLOCK_SIZE
+    name = part.info.name.removesuffix(GGUF_LEAF) + ".weight"
+    info = TensorInfo(name, "MXFP4", (*shape[:-1], columns))
+    return Source("mxfp4-gguf", info, (part,), (1, BLOCK_SIZE))
+
+
+def gguf_to_rows(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """GGUF blocks uint8 [N, 17 K/32] to codes [N, K/2] in neighbour order and scales [N, K/32].
+
+    A GGUF block holds code j and code j + 16 in one byte; all others hold codes 2j and 2j + 1.
+    """
+    rows, row_bytes = blocks.shape
+    split = blocks.reshape(rows, row_bytes // GGUF_BLOCK_BYTES, GGUF_BLOCK_BYTES)
+    payload = split[:, :, 1:]
+    halves = np.concatenate([payload & 15, payload >> 4], axis=2)
+    codes = (halves[:, :, 0::2] | (halves[:, :, 1::2] << 4)).reshape(rows, -1)
+    return np.ascontiguousarray(codes), np.ascontiguousarray(split[:, :, 0])
+
+
+def rows_to_gguf(codes: Bytes, scales: Bytes) -> Bytes:
+    """The inverse of `gguf_to_rows`: uint8 [N, 17 K/32]."""
+    rows, count = scales.shape
+    pairs = codes.reshape(rows, count, BLOCK_BYTES)
+    blocks = np.empty((rows, count, GGUF_BLOCK_BYTES), np.uint8)
+    elements = np.empty((rows, count, BLOCK_SIZE), np.uint8)
+    elements[:, :, 0::2] = pairs & 15
+    elements[:, :, 1::2] = pairs >> 4
+    blocks[:, :, 0] = scales
+    blocks[:, :, 1:] = elements[:, :, :BLOCK_BYTES] | (elements[:, :, BLOCK_BYTES:] << 4)
+    return blocks.reshape(rows, -1)
+
+
+def _packed(source: Source, fetch: Fetch, rows: Rows) -> tuple[Bytes, Bytes]:
+    columns = source.info.shape[-1]
+    codes = fetch(source.parts[0], columns // 2, rows)
+    return codes, fetch(source.parts[1], columns // BLOCK_SIZE, rows)
+
+
+def _packed_gguf(source: Source, fetch: Fetch, rows: Rows) -> tuple[Bytes, Bytes]:
+    row_bytes = source.info.shape[-1] // BLOCK_SIZE * GGUF_BLOCK_BYTES
+    return gguf_to_rows(fetch(source.parts[0], row_bytes, rows))
+
+
+def _values(source: Source, fetch: Fetch, rows: Rows) -> Floats:
+    read = _packed if source.storage == "mxfp4" else _packed_gguf
+    codes, scales = read(source, fetch, rows)
+    return decode_rows(codes, scales, "F32").astype(np.float32, copy=False)
+
+
+STORAGE = Storage("MXFP4", _values, _packed)
+GGUF_STORAGE = Storage("MXFP4 in GGUF blocks", _values, _packed_gguf)

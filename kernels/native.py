@@ -135,7 +135,7 @@ def encode_blocks(
     # Parts begin where the weights begin anew.
     step = max(STATISTICS_BLOCKS // period, 1) * period if statistics else max(blocks, 1)
     number = library.instruction_set(instruction_set)
-    total = TensorStatistics() if statistics else None
+    total: TensorStatistics | None = None
     for start in range(0, blocks, step):
         count = min(step, blocks - start)
         found = _Statistics() if statistics else None
@@ -151,9 +151,10 @@ def encode_blocks(
         )
         if bad >= 0:
             return start + bad, None
-        if total is not None and found is not None:
-            total += _statistics(found, count)
-    return -1, total
+        if found is not None:
+            part = _statistics(found, count)
+            total = part if total is None else total + part
+    return -1, total or (TensorStatistics() if statistics else None)
 
 
 def _statistics(found: _Statistics, blocks: int) -> TensorStatistics:

@@ -3,17 +3,9 @@
 #ifndef MXFP4_MEASURE_H
 #define MXFP4_MEASURE_H
 
-#include "values.h"
+#include "vectors.h"
 
 #include <math.h>
-
-INLINE float tree_sum_float(const float *terms) {
-    float sum[MX_BLOCK / 2];
-    for (int i = 0; i < 16; i++) sum[i] = terms[2 * i] + terms[2 * i + 1];
-    for (int i = 0; i < 8; i++) sum[i] += sum[i + 8];
-    for (int i = 0; i < 4; i++) sum[i] += sum[i + 4];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
 
 /* Elements beyond 6 scales, and elements that are not zero but became zero. */
 INLINE void count_words(const uint16_t *words, int byte, const mx_plan *plan, mx_statistics *to) {
@@ -29,28 +21,36 @@ INLINE void count_words(const uint16_t *words, int byte, const mx_plan *plan, mx
     to->flushed += flushed;
 }
 
+typedef struct {
+    mx_floats most, worst; /* largest magnitude and largest error so far, in every lane */
+} mx_extremes;
+
 INLINE void measure_block(const void *source, const uint16_t *words, int dtype, int byte,
-                          const mx_plan *plan, mx_statistics *to) {
-    float scaled[MX_BLOCK], signal[MX_BLOCK], error[MX_BLOCK];
-    uint32_t most = 0, worst = 0; /* magnitudes are ordered as their bits are */
-    load_scaled(source, dtype, byte, scaled);
-    for (int i = 0; i < MX_BLOCK; i++) {
-        float difference = scaled[i] - nearest(scaled[i]);
-        signal[i] = scaled[i] * scaled[i];
-        error[i] = difference * difference;
-        uint32_t magnitude = bits_of(difference) & 0x7fffffffu, size = bits_of(scaled[i]);
-        worst = magnitude > worst ? magnitude : worst;
-        most = size > most ? size : most;
+                          const mx_plan *plan, mx_extremes *extremes, mx_statistics *to) {
+    const float inverse = float_of((uint32_t)(254 - byte) << 23);
+    const float scale = float_of(byte ? (uint32_t)byte << 23 : 1u << 22);
+    mx_floats signal[MX_PARTS], error[MX_PARTS];
+    mx_halves value;
+    load_halves(source, dtype, &value);
+    for (int i = 0; i < MX_PARTS; i++) {
+        mx_floats even = value.even[i] * inverse, odd = value.odd[i] * inverse;
+        mx_floats even_error = even - nearest_floats(even), odd_error = odd - nearest_floats(odd);
+        mx_floats larger = larger_floats(magnitude_of(even_error), magnitude_of(odd_error));
+        extremes->worst = larger_floats(extremes->worst, larger * scale);
+        extremes->most = larger_floats(extremes->most, larger_floats(value.even[i], value.odd[i]));
+        signal[i] = even * even + odd * odd;
+        error[i] = even_error * even_error + odd_error * odd_error;
     }
-    double max_abs = scale_of(byte) * (double)float_of(most);
-    double max_error = scale_of(byte) * (double)float_of(worst);
-    to->max_abs = max_abs > to->max_abs ? max_abs : to->max_abs;
-    to->max_abs_error = max_error > to->max_abs_error ? max_error : to->max_abs_error;
-    to->zero_blocks += most == 0;
+    if (UNLIKELY(!byte)) to->zero_blocks += block_maximum(words) == 0;
     count_words(words, byte, plan, to);
     to->histogram[byte]++;
-    to->signal[byte] += llrintf(tree_sum_float(signal) * MX_SUM_UNIT);
-    to->error[byte] += llrintf(tree_sum_float(error) * MX_SUM_UNIT);
+    to->signal[byte] += llrintf(sum_halves(signal) * MX_SUM_UNIT);
+    to->error[byte] += llrintf(sum_halves(error) * MX_SUM_UNIT);
+}
+
+INLINE void add_extremes(double most, double worst, mx_statistics *to) {
+    to->max_abs = most > to->max_abs ? most : to->max_abs;
+    to->max_abs_error = worst > to->max_abs_error ? worst : to->max_abs_error;
 }
 
 #if defined(MX_AVX512)
@@ -66,9 +66,11 @@ INLINE void measure(const void *source, const uint16_t *words, int dtype, const 
                       codes + i * MX_BLOCK_BYTES, scales + i, plan, to);
 #endif
     (void)codes;
+    mx_extremes extremes = {{0}, {0}};
     for (; i < blocks; i++)
         measure_block((const char *)source + i * width, words + i * MX_BLOCK, dtype, scales[i],
-                      plan, to);
+                      plan, &extremes, to);
+    add_extremes((double)largest_of(extremes.most), (double)largest_of(extremes.worst), to);
 }
 
 #endif

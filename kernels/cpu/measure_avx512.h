@@ -80,9 +80,6 @@ INLINE void measure_eight(const char *source, const uint16_t *words, int dtype,
     }
     to->clipped += clipped;
     to->flushed += flushed;
-    double max_abs = (double)_mm512_reduce_max_ps(most);
-    double max_error = (double)_mm512_reduce_max_ps(worst);
-    to->max_abs = max_abs > to->max_abs ? max_abs : to->max_abs;
-    to->max_abs_error = max_error > to->max_abs_error ? max_error : to->max_abs_error;
+    add_extremes((double)_mm512_reduce_max_ps(most), (double)_mm512_reduce_max_ps(worst), to);
     add_sums(fold_eight(folded), scales, to);
 }

@@ -6,16 +6,7 @@
 #ifndef MXFP4_SEARCH_H
 #define MXFP4_SEARCH_H
 
-#include "values.h"
-
-/* Sum in the order every implementation keeps: neighbours first, then halves. */
-INLINE double tree_sum(const double *terms) {
-    double sum[MX_BLOCK / 2];
-    for (int i = 0; i < 16; i++) sum[i] = terms[2 * i] + terms[2 * i + 1];
-    for (int i = 0; i < 8; i++) sum[i] += sum[i + 8];
-    for (int i = 0; i < 4; i++) sum[i] += sum[i + 4];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
+#include "vectors.h"
 
 /* Squared error with the scale times `factor` minus that with the scale as it is. */
 INLINE double error_change(const float *scaled, float factor, const float *weights) {
@@ -25,8 +16,26 @@ INLINE double error_change(const float *scaled, float factor, const float *weigh
         change[i] = (double)(q - p) * ((2.0 * (double)scaled[i] - (double)p) - (double)q);
     }
     if (weights)
-        for (int i = 0; i < MX_BLOCK; i++) change[i] *= (double)weights[i];
+        for (int i = 0; i < MX_BLOCK / 2; i++) {
+            change[i] *= (double)weights[2 * i];
+            change[i + MX_BLOCK / 2] *= (double)weights[2 * i + 1];
+        }
     return tree_sum(change);
+}
+
+/* The same for BF16 and F16 without weights: so few mantissa bits that float32 is exact too. */
+INLINE float error_change_short(const mx_halves *value, int byte, float factor) {
+    const float inverse = float_of((uint32_t)(254 - byte) << 23);
+    mx_floats change[MX_PARTS];
+    for (int i = 0; i < MX_PARTS; i++) {
+        mx_floats even = value->even[i] * inverse, odd = value->odd[i] * inverse;
+        mx_floats p = nearest_floats(even * (1.0f / factor)) * factor, q = nearest_floats(even);
+        change[i] = (q - p) * ((2.0f * even - p) - q);
+        p = nearest_floats(odd * (1.0f / factor)) * factor;
+        q = nearest_floats(odd);
+        change[i] += (q - p) * ((2.0f * odd - p) - q);
+    }
+    return sum_halves(change);
 }
 
 /* Whether a neighbour of `byte` can be better at all, without weights.
@@ -59,12 +68,20 @@ INLINE void worth_trying(const uint16_t *words, int byte, int *up, int *down) {
 /* The best of a scale byte and those of its neighbours that are to be tried. */
 INLINE int better_byte(const void *source, int dtype, int byte, int try_up, int try_down,
                        const float *weights) {
-    float scaled[MX_BLOCK];
+    double up = 0, down = 0;
     try_up = try_up && byte < MX_MAX_SCALE_BYTE;
     try_down = try_down && byte > 0;
-    load_scaled(source, dtype, byte, scaled);
-    double up = try_up ? error_change(scaled, 2.0f, weights) : 0;
-    double down = try_down ? error_change(scaled, 0.5f, weights) : 0;
+    if (dtype != MX_F32 && !weights) {
+        mx_halves value;
+        load_halves(source, dtype, &value);
+        if (try_up) up = (double)error_change_short(&value, byte, 2.0f);
+        if (try_down) down = (double)error_change_short(&value, byte, 0.5f);
+    } else {
+        float scaled[MX_BLOCK];
+        load_scaled(source, dtype, byte, scaled);
+        if (try_up) up = error_change(scaled, 2.0f, weights);
+        if (try_down) down = error_change(scaled, 0.5f, weights);
+    }
     return up < 0 && up <= down ? byte + 1 : down < 0 && down < up ? byte - 1 : byte;
 }
 

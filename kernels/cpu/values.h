@@ -59,12 +59,38 @@ INLINE void load_bits(const void *source, int dtype, uint32_t *bits) {
 #endif
 }
 
-/* Magnitudes of a block in units of the scale. */
+/* Magnitudes of a block in units of the scale: the even elements first, then the odd ones, so that
+ * neighbours are 16 apart and vectors can be added without shuffles. */
 INLINE void load_scaled(const void *source, int dtype, int byte, float *scaled) {
-    uint32_t bits[MX_BLOCK];
-    float inverse = float_of((uint32_t)(254 - byte) << 23);
-    load_bits(source, dtype, bits);
-    for (int i = 0; i < MX_BLOCK; i++) scaled[i] = float_of(bits[i] & 0x7fffffffu) * inverse;
+    const float inverse = float_of((uint32_t)(254 - byte) << 23);
+    uint32_t bits[MX_BLOCK], even[MX_BLOCK / 2], odd[MX_BLOCK / 2];
+    if (dtype == MX_BF16) {
+        memcpy(bits, source, MX_BLOCK * sizeof(uint16_t)); /* two words each */
+        for (int i = 0; i < MX_BLOCK / 2; i++) {
+            even[i] = bits[i] << 16 & 0x7fffffffu;
+            odd[i] = bits[i] & 0x7fff0000u;
+        }
+    } else {
+        load_bits(source, dtype, bits);
+        for (int i = 0; i < MX_BLOCK / 2; i++) {
+            even[i] = bits[2 * i] & 0x7fffffffu;
+            odd[i] = bits[2 * i + 1] & 0x7fffffffu;
+        }
+    }
+    for (int i = 0; i < MX_BLOCK / 2; i++) {
+        scaled[i] = float_of(even[i]) * inverse;
+        scaled[i + MX_BLOCK / 2] = float_of(odd[i]) * inverse;
+    }
+}
+
+/* Sum of 32 terms in the order of load_scaled: neighbours first, then halves. Every implementation
+ * keeps this order. */
+INLINE double tree_sum(const double *terms) {
+    double sum[MX_BLOCK / 2];
+    for (int i = 0; i < 16; i++) sum[i] = terms[i] + terms[i + 16];
+    for (int i = 0; i < 8; i++) sum[i] += sum[i + 8];
+    for (int i = 0; i < 4; i++) sum[i] += sum[i + 4];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* Reduce blocks to words: the upper half of the float32, and 1 in the last bit if the lower half

@@ -82,7 +82,7 @@ def _read(shard: SourceShard, tensor: StoredTensor) -> np.ndarray[tuple[int], np
     with open(shard.path, "rb") as file:
         done = 0
         while done < data.nbytes:
-            count = os.preadv(file.fileno(), [memoryview(data)[done:]], tensor.offset + done)
+            count = os.preadv(file.fileno(), [data[done:].data], tensor.offset + done)
             if not count:
                 raise CorruptCheckpointError(
                     "the file ended early", file=shard.name, tensor=tensor.info.name

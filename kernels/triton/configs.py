@@ -109,7 +109,7 @@ _AMPERE: Table = {
 _AMPERE_SMALL: Table = {
     Regime.DECODE: TileConfig(16, 128, 4, 4, programs_per_core=4),
     Regime.SMALL: TileConfig(32, 128, 4, 4, programs_per_core=2),
-    Regime.MEDIUM: TileConfig(64, 128, 4, 3, programs_per_core=2),
+    Regime.MEDIUM: TileConfig(64, 64, 4, 3, programs_per_core=4),
     Regime.LARGE: TileConfig(128, 128, 8, 2),
     Regime.PREFILL: TileConfig(128, 128, 8, 2),
 }

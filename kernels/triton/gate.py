@@ -26,6 +26,8 @@ from mxfp4.kernels.triton.configs import TABLES, WIDE_REGIMES, Regime, TileConfi
 from mxfp4.kernels.triton.expand_kernel import expand_kernel
 from mxfp4.kernels.triton.grouped import ACTIVATIONS
 from mxfp4.kernels.triton.grouped_kernel import grouped_kernel
+from mxfp4.kernels.triton.native import CAPABILITIES, ActivationFormat
+from mxfp4.kernels.triton.native_kernel import native_kernel
 from mxfp4.kernels.triton.offline import MachineCode, compile_offline
 from mxfp4.kernels.triton.product_kernel import dense_kernel
 from mxfp4.kernels.triton.routing_kernel import combine_kernel, route_kernel, tile_kernel
@@ -47,18 +49,21 @@ MATRIX = {
 
 ISSUE_LIMITS = {
     "sm_80": (3.0, 3.5, 4.2, 6.6),
-    "sm_86": (3.0, 3.5, 4.2, 6.6),
-    "sm_89": (3.0, 3.5, 4.2, 6.6),
+    "sm_86": (3.0, 3.5, 4.6, 6.6),
+    "sm_89": (3.0, 3.5, 4.6, 6.6),
     "sm_90": (3.0, 3.5, 3.6, 4.2),
     "sm_100": (3.7, 3.7, 3.8, 5.4),
     "sm_103": (3.7, 3.7, 3.8, 5.4),
-    "sm_120": (3.0, 3.3, 4.0, 6.0),
+    "sm_120": (3.0, 3.3, 4.6, 6.0),
 }
 """Most instructions per weight in the main loop with folded scales: decode, small, medium, large.
 
 An H200 at 4.3 TB/s has 3.7 to 4.1 issue slots a weight. Before Hopper a tile of 128 tokens needs 2
 instructions a weight for the matrix products alone and one for their operands.
 """
+
+NATIVE_ISSUE_LIMIT = 6.0
+"""Emulations of scaled products issue 9 and more per weight."""
 
 LEAST_INSTRUCTIONS = 60
 """A kernel with fewer was compiled to nothing, as a compiler release once did."""
@@ -79,6 +84,7 @@ SAMPLE = (
     "sm_90/routing/*",
     "sm_100/dense/large/bf16/even/folded",
     "sm_120/dense/large/bf16/even/folded",
+    "*/native/*",
     "gfx942/dense/decode/fp16/even/folded",
     "gfx950/dense/decode/bf16/even/folded",
 )
@@ -125,6 +131,7 @@ def cases(architectures: tuple[str, ...]) -> Iterator[Case]:
             tiles.setdefault(config, regime)
         for config, regime in tiles.items():
             yield from _products(architecture, regime, config)
+        yield from _native(architecture)
         yield from _codec(architecture)
         yield from _routing(architecture)
 
@@ -309,6 +316,43 @@ def _grouped_arguments(pointer: str) -> dict[str, str]:
     arguments |= {"w_expert_stride": "i32!", "s_expert_stride": "i32!"}
     unused = ("partial_ptr", "arrival_ptr", "M")
     return {name: kind for name, kind in arguments.items() if name not in unused}
+
+
+def _native(architecture: str) -> Iterator[Case]:
+    values = {
+        ActivationFormat.SAME: ("*bf16!", "bf16"),
+        ActivationFormat.MXFP8: ("*fp8e4nv!", "e4m3"),
+        ActivationFormat.MXFP4: ("*u8!", "e2m1"),
+    }
+    for (able, activations), tile in CAPABILITIES.items():
+        if able != architecture:
+            continue
+        pointer, form = values[activations]
+        arguments = {"x_ptr": pointer, "out_ptr": "*bf16!", "bias_ptr": "*bf16!", "M": "i32"}
+        arguments |= dict.fromkeys(("x_scale_ptr", "w_ptr", "w_scale_ptr"), "*u8!")
+        arguments |= dict.fromkeys(("N", "K", "x_stride", "w_stride", "out_stride"), "i32!")
+        arguments |= dict.fromkeys(("x_scale_stride", "w_scale_stride"), "i32")
+        yield Case(
+            f"{architecture}/native/{activations}",
+            architecture,
+            native_kernel,
+            arguments,
+            {
+                "X_FORMAT": form,
+                "TOKENS": tile.tokens,
+                "ROWS": tile.rows,
+                "DEPTH": tile.depth,
+                "FAST": tile.fast,
+                "EVEN_K": True,
+                "HAS_BIAS": True,
+                "INTERP": False,
+            },
+            tile.warps,
+            tile.stages,
+            tile.rows * tile.depth,
+            tile.instruction,
+            NATIVE_ISSUE_LIMIT,
+        )
 
 
 def _codec(architecture: str) -> Iterator[Case]:

@@ -66,13 +66,13 @@ BAD_KERNELS = """
 
     @triton.jit
     def spilling(x_ptr, stride, n, out_ptr):
-        i = tl.arange(0, 32)
-        a = tl.load(x_ptr + i[:, None] * 32 + i[None, :])
+        i = tl.arange(0, 64)
+        a = tl.load(x_ptr + i[:, None] * 64 + i[None, :])
         b = tl.trans(a)
         for _ in range(n):
             a, b = tl.exp(b) + a, tl.sin(a) * b
             tl.debug_barrier()
-        tl.store(out_ptr + i[:, None] * 32 + i[None, :], a + b)
+        tl.store(out_ptr + i[:, None] * 64 + i[None, :], a + b)
 
     arguments = {"x_ptr": "*fp32!", "stride": "i32", "n": "i32", "out_ptr": "*fp32!"}
     for kernel in (narrow, empty, spilling):

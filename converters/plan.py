@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -148,7 +148,7 @@ class Task:
         weight, scales = layout.tensors(self.module, shape)
         if bare.endswith(".weight"):
             return weight, scales
-        return replace(weight, name=bare), replace(scales, name=f"{bare}_scale_inv")
+        return weight._replace(name=bare), scales._replace(name=f"{bare}_scale_inv")
 
     def byte_count(self, layout: OutputFormat) -> int:
         """Bytes of the tensors this task writes."""

@@ -9,6 +9,7 @@ byte-identical, quantized ones equal a fresh encoding bit for bit, and their err
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.converters.report import MANIFEST_NAME
 from mxfp4.converters.work import SourceReaders, band_streams
 from mxfp4.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, RecipeError
-from mxfp4.spec import MAX_SCALE_BYTE
+from mxfp4.spec import BLOCK_SIZE, MAX_SCALE_BYTE
 from mxfp4.statistics import TensorStatistics
 
 _READ_BYTES = 8 << 20
@@ -142,10 +143,13 @@ def packed_modules(
         return {}
     infos = {tensor.name: tensor for tensor in checkpoint.tensors()}
     found: dict[str, tuple[int, ...]] = {}
-    leaves = [info.name for info in layout.tensors("", (32, 32))]
+    leaves = [info.name for info in layout.tensors("", (1, BLOCK_SIZE))]
     partners = {leaves[0]: leaves[-1], leaves[-1]: leaves[0]}
     for name, info in infos.items():
-        if name.endswith(leaves[-1]) and info.dtype == layout.tensors("", (32, 32))[-1].dtype:
+        if (
+            name.endswith(leaves[-1])
+            and info.dtype == layout.tensors("", (1, BLOCK_SIZE))[-1].dtype
+        ):
             partner = name.removesuffix(leaves[-1]) + partners[leaves[-1]]
             if partner not in infos:
                 result.add(name, "these scales have no packed codes beside them")
@@ -179,18 +183,14 @@ def _module_shape(
 
     Where codes are called `weight`, a tensor of another dtype is a kept one.
     """
-    model = layout.tensors("", (1, 32 * 17))[0]
-    if model.name == ".weight" and (info.dtype != model.dtype or scales not in infos):
+    block = layout.tensors("", (1, BLOCK_SIZE))[0]
+    if block.name == ".weight" and (info.dtype != block.dtype or scales not in infos):
         return None
-    if len(info.shape) < 2:
+    axes = len(block.shape) - 1
+    if len(info.shape) <= axes:
         return (0, 0)
-    per_unit = 32 * 17 // (model.element_count or 1)
-    axes = len(model.shape) - 1
-    lead, tail = info.shape[:-axes], info.shape[-axes:]
-    units = 1
-    for length in tail:
-        units *= length
-    return (*lead, units * per_unit) if per_unit else (*lead, units * 32 // 17)
+    stored = math.prod(info.shape[-axes:])
+    return (*info.shape[:-axes], stored // block.element_count * BLOCK_SIZE)
 
 
 def _read_manifest(output: Path, result: Verification) -> Mapping[str, Any]:
@@ -298,9 +298,9 @@ def _check_scales(
     layout: OutputFormat,
     result: Verification,
 ) -> None:
-    if len(layout.tensors("", (32, 32))) < 2:
+    if len(layout.tensors("", (1, BLOCK_SIZE))) < 2:
         return
-    wanted = {layout.tensors(module, (32, 32))[1].name for module in modules}
+    wanted = {layout.tensors(module, (1, BLOCK_SIZE))[1].name for module in modules}
     buffer = SlabBuffer()
     for shard in checkpoint.shards:
         with ShardReader(shard, buffer) as reader:

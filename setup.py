@@ -7,6 +7,7 @@ C compiler the package is built all the same, for every platform, and uses its n
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +49,7 @@ class BuildCodec(build_ext):
         build, library = builder(), Path(self.get_ext_fullpath(ext.name))
         library.unlink(missing_ok=True)  # of an earlier build
         try:
-            build.build(library)
+            build.build(library, os.environ.get("MXFP4_MACHINE"))
         except build.BuildError as error:
             self.warn(NOTICE.format(reason=error))
 

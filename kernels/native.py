@@ -120,7 +120,7 @@ def encode_blocks(
 ) -> tuple[int, TensorStatistics | None]:
     """`mxfp4.kernels.fallback.encode_blocks` in C; all arrays must be C-contiguous."""
     library = load()
-    assert source.flags.c_contiguous and codes.flags.c_contiguous and scales.flags.c_contiguous
+    assert all(array.flags.c_contiguous for array in (source, codes, scales))
     plan = _Options(
         bias=SCALE_BIAS[options.rule] >> 16,
         ties=_TIES[options.ties],
@@ -181,7 +181,7 @@ def decode_blocks(
 ) -> None:
     """`mxfp4.kernels.fallback.decode_blocks` in C; all arrays must be C-contiguous."""
     library = load()
-    assert codes.flags.c_contiguous and scales.flags.c_contiguous and out.flags.c_contiguous
+    assert all(array.flags.c_contiguous for array in (codes, scales, out))
     library.handle.mxfp4_decode(
         library.instruction_set(instruction_set),
         DTYPES[dtype],

@@ -1,6 +1,10 @@
 /* The exported functions: the list of compiled instruction sets, and calls into one of them. */
 #include "codec.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else
@@ -16,14 +20,28 @@ static int always(void) { return 1; }
 #if defined(__x86_64__)
 DECLARE(avx512)
 DECLARE(avx2)
-static int has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
+
+/* Asked of the processor itself: not every compiler brings what __builtin_cpu_supports needs. */
+static int has(unsigned first_ecx, unsigned seventh_ebx, unsigned seventh_ecx, unsigned saved) {
+    const unsigned osxsave = 1u << 27;
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & osxsave) == 0) return 0;
+    if ((c & first_ecx) != first_ecx) return 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & saved) != saved) return 0; /* the system does not keep these registers */
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    return (b & seventh_ebx) == seventh_ebx && (c & seventh_ecx) == seventh_ecx;
 }
-static int has_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("bmi2");
+
+#define FMA_POPCNT_AVX_F16C (1u << 12 | 1u << 23 | 1u << 28 | 1u << 29)
+#define AVX2_BMI2 (1u << 5 | 1u << 8)
+#define AVX512_F_DQ_BW_VL (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31)
+#define AVX512_VBMI (1u << 1)
+
+static int has_avx2(void) { return has(FMA_POPCNT_AVX_F16C, AVX2_BMI2, 0, 0x6); }
+
+static int has_avx512(void) {
+    return has(FMA_POPCNT_AVX_F16C, AVX2_BMI2 | AVX512_F_DQ_BW_VL, AVX512_VBMI, 0xe6);
 }
 #endif
 DECLARE(baseline)
@@ -46,9 +64,6 @@ EXPORT int32_t mxfp4_set_count(void) { return (int32_t)(sizeof SETS / sizeof *SE
 EXPORT const char *mxfp4_set_name(int32_t set) { return SETS[set].name; }
 
 EXPORT int32_t mxfp4_set_supported(int32_t set) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
     return SETS[set].supported();
 }
 

@@ -5,6 +5,8 @@
  * quantities are reduced together, ending in the order SUM_OF. */
 static const int SUM_OF[8] = {0, 8, 1, 9, 2, 10, 3, 11}; /* block to lane; the other one is at + 4 */
 
+#define LARGER_MAGNITUDE 0xb /* of vrangeps */
+
 INLINE __m512 fold_halves(__m512 signal, __m512 error) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(signal, error, 0x44),
                          _mm512_shuffle_f32x4(signal, error, 0xee));
@@ -47,7 +49,6 @@ INLINE void measure_eight(const char *source, const uint16_t *words, int dtype,
                           mx_statistics *to) {
     const __m512 elements = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2,
                                            -3, -4, -6);
-    const int both = 0xb; /* of vrangeps: the larger of two magnitudes */
     __m512 folded[8], most = _mm512_setzero_ps(), worst = _mm512_setzero_ps();
     unsigned clipped = 0, flushed = 0;
     for (int i = 0; i < 8; i++) {
@@ -61,8 +62,8 @@ INLINE void measure_eight(const char *source, const uint16_t *words, int dtype,
         __m512 even_error = _mm512_sub_ps(even, _mm512_permutexvar_ps(index, elements));
         index = _mm512_srli_epi32(index, 4);
         __m512 odd_error = _mm512_sub_ps(odd, _mm512_permutexvar_ps(index, elements));
-        most = _mm512_max_ps(most, _mm512_range_ps(value.even, value.odd, both));
-        __m512 larger = _mm512_range_ps(even_error, odd_error, both);
+        most = _mm512_max_ps(most, _mm512_range_ps(value.even, value.odd, LARGER_MAGNITUDE));
+        __m512 larger = _mm512_range_ps(even_error, odd_error, LARGER_MAGNITUDE);
         worst = _mm512_max_ps(worst, _mm512_mul_ps(larger, scale));
         __m512 signal = _mm512_add_ps(_mm512_mul_ps(even, even), _mm512_mul_ps(odd, odd));
         __m512 error = _mm512_add_ps(_mm512_mul_ps(even_error, even_error),

@@ -143,7 +143,8 @@ def packed_modules(
         return {}
     infos = {tensor.name: tensor for tensor in checkpoint.tensors()}
     found: dict[str, tuple[int, ...]] = {}
-    leaves = [info.name for info in layout.tensors("", (1, BLOCK_SIZE))]
+    models = layout.tensors("", (1, BLOCK_SIZE))
+    leaves = [info.name for info in models]
     partners = {leaves[0]: leaves[-1], leaves[-1]: leaves[0]}
     for name, info in infos.items():
         if (

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxfp4.cli.options import build_options, build_recipe, output_flags, parse_size, recipe_flags
+from mxfp4.cli.options import build_recipe, output_flags, parse_size, recipe_flags
 from mxfp4.cli.plan import plan_json, show_plan
 from mxfp4.cli.render import EventLog, Meter, Terminated, emit_json, reported, size, speaker
+from mxfp4.cli.targets import Target, build_targets, show_remarks, target_flags, with_preset
 
 if TYPE_CHECKING:
     from mxfp4.converters.convert import ConversionReport, Progress
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @recipe_flags
+@target_flags
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @click.option(
     "--overwrite",
@@ -72,6 +74,10 @@ def convert(
     max_shard_size: int,
     layout: str,
     allow_missing_config: bool,
+    activations: str,
+    engines: tuple[str, ...],
+    emit: str | None,
+    preset: str | None,
     dry_run: bool,
     overwrite: bool,
     on_nonfinite: str,
@@ -86,13 +92,17 @@ def convert(
 ) -> None:
     """Convert the checkpoint folder SOURCE to MXFP4 in OUTPUT.
 
-    The same command continues an interrupted run. OUTPUT is complete once its index exists.
+    The same command continues an interrupted run. OUTPUT is complete once its index exists. With
+    several layouts, each gets a folder of its name inside OUTPUT.
     """
     with reported(as_json, debug), _termination_unwinds():
         from mxfp4.converters import convert as engine
 
+        level, layout, format_name = with_preset(preset, level, layout, format_name)
         recipe = build_recipe(recipe_file, level, keep, quantize, force_role, rule)
-        options = build_options(format_name, max_shard_size, layout)
+        targets = build_targets(
+            source, format_name, emit, engines, activations, max_shard_size, layout
+        )
         run = engine.RunOptions(
             workers=workers,
             slab_bytes=slab_size,
@@ -102,19 +112,21 @@ def convert(
             keep_odd_shapes=on_odd_shape == "keep",
         )
         if dry_run:
-            _dry_run(engine.plan_conversion(source, recipe, options, run), as_json, quiet)
+            made = [engine.plan_conversion(source, recipe, t.options, run) for t in targets]
+            _dry_run(made, targets, as_json, quiet)
             return
         log = EventLog(log_json)
         meter = Meter("convert", quiet=quiet or as_json)
         log("start", source=str(source), output=str(output))
         try:
-            report = engine.convert(
+            reports = engine.convert_several(
                 source,
-                output,
+                [(target.options, target.folder(output, targets)) for target in targets],
                 recipe,
-                options,
                 run,
-                progress=_progress(meter, log, silent=quiet or as_json, verbose=verbose),
+                progress=_progress(
+                    meter, log, targets[0], silent=quiet or as_json, verbose=verbose
+                ),
             )
         except BaseException as error:
             log("error", type=type(error).__name__, message=str(error))
@@ -122,22 +134,32 @@ def convert(
             raise
         finally:
             meter.close()
-        log("end", shards=len(report.records), converted=report.converted_shards)
+        shards = sum(len(report.records) for report in reports)
+        log("end", shards=shards, converted=sum(report.converted_shards for report in reports))
         log.close()
         if as_json:
-            emit_json(report.to_json())
+            documents = [report.to_json() for report in reports]
+            emit_json(documents[0] if len(documents) == 1 else {"outputs": documents})
         elif not quiet:
-            _show_result(report, source)
+            for report, target in zip(reports, targets, strict=True):
+                if report is not reports[0]:
+                    show_remarks(target, report.plan)
+                _show_result(report, source)
 
 
-def _dry_run(made: Plan, as_json: bool, quiet: bool) -> None:
+def _dry_run(made: list[Plan], targets: list[Target], as_json: bool, quiet: bool) -> None:
     if as_json:
-        emit_json(plan_json(made, []))
+        documents = [plan_json(plan, []) for plan in made]
+        emit_json(documents[0] if len(documents) == 1 else {"outputs": documents})
     elif not quiet:
-        show_plan(made)
+        for plan, target in zip(made, targets, strict=True):
+            show_plan(plan)
+            show_remarks(target, plan)
 
 
-def _progress(meter: Meter, log: EventLog, *, silent: bool, verbose: int) -> Progress:
+def _progress(
+    meter: Meter, log: EventLog, target: Target, *, silent: bool, verbose: int
+) -> Progress:
     from mxfp4.converters.convert import Progress
 
     say = speaker(silent, False)
@@ -145,6 +167,7 @@ def _progress(meter: Meter, log: EventLog, *, silent: bool, verbose: int) -> Pro
     def on_plan(made: Plan, total: int, done: int) -> None:
         if not silent:
             show_plan(made)
+            show_remarks(target, made)
             click.echo("")
         log("plan", plan=made.id, **made.totals)
         for warning in made.warnings:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxfp4.cli.options import build_options, build_recipe, output_flags, recipe_flags
+from mxfp4.cli.options import build_recipe, output_flags, recipe_flags
 from mxfp4.cli.render import emit_json, reported, size, table
+from mxfp4.cli.targets import build_targets, show_remarks, target_flags, with_preset
 
 if TYPE_CHECKING:
     from mxfp4.converters.parallel import ParallelRow
@@ -26,6 +27,7 @@ _KEPT_ROWS = 40
     help="Check tensor-parallel sizes against engine kernels, such as 1,2,4,8.",
 )
 @recipe_flags
+@target_flags
 @output_flags
 def plan(
     source: Path,
@@ -41,6 +43,10 @@ def plan(
     max_shard_size: int,
     layout: str,
     allow_missing_config: bool,
+    activations: str,
+    engines: tuple[str, ...],
+    emit: str | None,
+    preset: str | None,
     as_json: bool,
     quiet: bool,
     verbose: int,
@@ -50,17 +56,20 @@ def plan(
     with reported(as_json, debug):
         from mxfp4.converters.convert import RunOptions, plan_conversion
 
-        made = plan_conversion(
-            source,
-            build_recipe(recipe_file, level, keep, quantize, force_role, rule),
-            build_options(format_name, max_shard_size, layout),
-            RunOptions(allow_missing_config=allow_missing_config),
+        level, layout, format_name = with_preset(preset, level, layout, format_name)
+        targets = build_targets(
+            source, format_name, emit, engines, activations, max_shard_size, layout
         )
+        recipe = build_recipe(recipe_file, level, keep, quantize, force_role, rule)
+        run = RunOptions(allow_missing_config=allow_missing_config)
+        made, *others = (plan_conversion(source, recipe, t.options, run) for t in targets)
         sizes = _parallel_sizes(tp)
         if as_json:
             emit_json(plan_json(made, sizes))
         elif not quiet:
-            show_plan(made)
+            for target, each in zip(targets, (made, *others), strict=True):
+                show_plan(each)
+                show_remarks(target, each)
             click.echo("\n" + _kept_table(made))
             if tensors or verbose > 1:
                 click.echo("\n" + _tensor_table(made))

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,40 +101,99 @@ def convert(
     not to go on; the output folder then holds finished shards or nothing, never a half one.
     """
     recipe, run, progress = recipe or Recipe(), run or RunOptions(), progress or Progress()
-    output = Path(output)
     plan = plan_conversion(source, recipe, options, run)
     if substitutes is not None:
         plan = dataclasses.replace(plan, codes=substitutes.identity)
-    require_apart(plan.checkpoint.folder, output)
-    require_convertible(plan, allow_blocked=run.keep_odd_shapes)
-    with OutputFolder(output) as folder:
-        folder.adopt(plan, owned_files(plan), overwrite=run.overwrite)
-        records = {
-            shard.name: record
-            for shard in plan.shards
-            if (record := folder.finished(plan.id, shard.name)) is not None
-        }
-        todo = [shard for shard in plan.shards if shard.name not in records]
-        _require_space(folder, plan, todo)
+    targets = [(plan, Path(output))]
+    (report,) = _convert_all(targets, run, progress, quantizer, substitutes, stop)
+    return report
+
+
+def convert_several(
+    source: str | Path,
+    outputs: Sequence[tuple[OutputOptions, str | Path]],
+    recipe: Recipe | None = None,
+    run: RunOptions | None = None,
+    *,
+    quantizer: Quantizer | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> list[ConversionReport]:
+    """Convert a checkpoint into several layouts from one read, each into a folder of its own.
+
+    The shards of all outputs hold the same modules; sizes and names follow the first. Raises
+    `RecipeError` for layouts that cut the checkpoint differently (one stacks experts, the other
+    does not), and whatever `convert` raises.
+    """
+    run, progress = run or RunOptions(), progress or Progress()
+    first = plan_conversion(source, recipe, outputs[0][0], run)
+    plans = [first]
+    for options, _ in outputs[1:]:
+        plans.append(plan_conversion(source, recipe, options, run, like=first))
+    folders = [Path(folder) for _, folder in outputs]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise OutputError("two outputs share one folder", hint="give every output its own")
+    targets = list(zip(plans, folders, strict=True))
+    return _convert_all(targets, run, progress, quantizer, None, stop)
+
+
+def _convert_all(
+    targets: Sequence[tuple[Plan, Path]],
+    run: RunOptions,
+    progress: Progress,
+    quantizer: Quantizer | None,
+    substitutes: Substitutes | None,
+    stop: threading.Event | None,
+) -> list[ConversionReport]:
+    """Run the units that any of the outputs lacks, then finish all of them."""
+    plan = targets[0][0]
+    for each, output in targets:
+        require_apart(each.checkpoint.folder, output)
+        require_convertible(each, allow_blocked=run.keep_odd_shapes)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(OutputFolder(output)) for _, output in targets]
+        pairs = [(each, folder) for (each, _), folder in zip(targets, folders, strict=True)]
+        for each, folder in pairs:
+            folder.adopt(each, owned_files(each), overwrite=run.overwrite)
+        todo = [
+            unit
+            for unit in plan.shards
+            if any(folder.finished(each.id, unit.name) is None for each, folder in pairs)
+        ]
+        names = {unit.name for unit in todo}
+        for each, folder in pairs:
+            _require_space(folder, each, [unit for unit in each.shards if unit.name in names])
         total = sum(map(_source_bytes, plan.shards))
         progress.on_plan(plan, total, total - sum(map(_source_bytes, todo)))
         work = Work(
             plan,
-            folder,
-            quantizer or default_quantizer(recipe),
+            folders[0],
+            quantizer or default_quantizer(plan.recipe),
             slab_bytes=run.slab_bytes,
             drop_cache=_exceeds_memory(plan.checkpoint),
             on_bytes=progress.on_bytes,
             stop=stop or threading.Event(),
             substitutes=substitutes,
+            also=tuple(pairs[1:]),
         )
         executor, workers = choose(run.workers, len(todo))
         for record in EXECUTORS[executor](todo, work, workers):
-            records[record.shard] = record
             progress.on_shard(record)
-        ordered = tuple(records[shard.name] for shard in plan.shards)
-        finish(folder, plan, ordered)
-    return ConversionReport(plan, output, ordered, len(todo))
+        return [
+            ConversionReport(each, folder.path, _finish(folder, each), len(todo))
+            for each, folder in pairs
+        ]
+
+
+def _finish(folder: OutputFolder, plan: Plan) -> tuple[ShardRecord, ...]:
+    records = [folder.finished(plan.id, shard.name) for shard in plan.shards]
+    found = tuple(record for record in records if record is not None)
+    if len(found) != len(records):
+        raise OutputError(
+            "a finished shard is gone again", file=str(folder.path), hint="run the command again"
+        )
+    finish(folder, plan, found)
+    return found
 
 
 def plan_conversion(
@@ -141,6 +201,8 @@ def plan_conversion(
     recipe: Recipe | None = None,
     options: OutputOptions | None = None,
     run: RunOptions | None = None,
+    *,
+    like: Plan | None = None,
 ) -> Plan:
     """The plan that `convert` would follow; reads headers only, unless `run.keep_nonfinite`.
 
@@ -149,11 +211,11 @@ def plan_conversion(
     """
     run = run or RunOptions()
     checkpoint = open_checkpoint(source, allow_missing_config=run.allow_missing_config)
-    plan = make_plan(checkpoint, recipe, options)
+    plan = make_plan(checkpoint, recipe, options, like=like)
     if run.keep_nonfinite:
         found = find_nonfinite(plan, run.slab_bytes)
         if found:
-            plan = make_plan(checkpoint, recipe, options, keep=found)
+            plan = make_plan(checkpoint, recipe, options, keep=found, like=like)
     return plan
 
 

@@ -40,12 +40,15 @@ def make_plan(
     options: OutputOptions | None = None,
     *,
     keep: Mapping[str, str] | None = None,
+    like: Plan | None = None,
 ) -> Plan:
     """Decide every tensor of a checkpoint and lay out the output.
 
     `keep` maps tensor names to reasons for leaving them (and their fusion group) in the source
-    dtype on top of what the recipe says. Raises `RecipeError` for patterns that match nothing
-    or contradict the protection of routers and norms.
+    dtype on top of what the recipe says. `like` is a plan for another layout whose shards shall
+    hold the same tasks, so that one read serves both (see `same_work`). Raises `RecipeError` for
+    patterns that match nothing or contradict the protection of routers and norms, and for a
+    recipe or a `like` that the layout cannot follow.
     """
     recipe = recipe or Recipe()
     options = options or OutputOptions()
@@ -62,7 +65,10 @@ def make_plan(
         decisions = _keep_groups(decisions, keep)
     tensors = treat(found.sources, decisions, layout, checkpoint)
     tasks = make_tasks(tensors, layout, checkpoint.config or {})
-    shards = _fill_shards(checkpoint, tasks, options, layout)
+    if like is None:
+        shards = _fill_shards(checkpoint, tasks, options, layout)
+    else:
+        shards = _same_shards(tasks, like, layout)
     plan = Plan(
         checkpoint,
         recipe,
@@ -142,6 +148,36 @@ def _fill_shards(
     return tuple(
         OutputShard(name, tuple(group), size)
         for name, group, size in zip(names, groups, sizes, strict=True)
+    )
+
+
+def _same_shards(
+    tasks: Sequence[Task], like: Plan, layout: OutputFormat
+) -> tuple[OutputShard, ...]:
+    """The tasks of another layout in the shards of a plan."""
+    wanted = [task for shard in like.shards for task in shard.tasks]
+    if not same_work(tasks, wanted):
+        raise RecipeError(
+            f"the layouts {like.options.format} and {layout.name} do not cut this checkpoint into "
+            "the same tensors, so they cannot be written from one read",
+            hint="convert into each of them by itself",
+        )
+    shards, start = [], 0
+    for shard in like.shards:
+        group = tuple(tasks[start : start + len(shard.tasks)])
+        size = sum(task.byte_count(layout) for task in group)
+        shards.append(OutputShard(shard.name, group, size))
+        start += len(group)
+    _require_unique([shard.tasks for shard in shards], layout)
+    return tuple(shards)
+
+
+def same_work(tasks: Sequence[Task], others: Sequence[Task]) -> bool:
+    """Whether two lists of tasks read and encode the same matrices in the same order."""
+    return len(tasks) == len(others) and all(
+        (a.treatment, a.matrices, a.lanes, a.transposed, a.part, a.source.parts)
+        == (b.treatment, b.matrices, b.lanes, b.transposed, b.part, b.source.parts)
+        for a, b in zip(tasks, others, strict=True)
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mxfp4.converters.formats import OutputFormat, Payload, Slot
+from mxfp4.converters.formats import DEFAULT_FORMAT, FORMATS, OutputFormat, Payload, Slot
 from mxfp4.converters.formats.stacked import GPT_OSS
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.plan import Matrix, PlannedTensor, Task, Treatment
@@ -104,7 +104,7 @@ def _stacked_task(
 
 
 def tasks_of(
-    tensor: PlannedTensor, layout: OutputFormat, *, gather: bool = False
+    tensor: PlannedTensor, layout: OutputFormat = FORMATS[DEFAULT_FORMAT], *, gather: bool = False
 ) -> Iterator[Task]:
     """The output modules that one source tensor becomes, before any stacking.
 

@@ -27,6 +27,17 @@ from mxfp4.converters.writer import ShardWriter
 from mxfp4.errors import InterruptedConversionError
 from mxfp4.kernels.rows import TensorStatistics
 
+__all__ = [
+    "Outlet",
+    "Quantizer",
+    "SourceReaders",
+    "Substitutes",
+    "Work",
+    "band_streams",
+    "convert_shard",
+    "peak_worker_bytes",
+]
+
 _PIECES_AHEAD = 2
 SPOOL_BYTES = 8 << 20
 """Scales of one matrix that stay in memory; more of them go through a temporary file."""

@@ -54,7 +54,9 @@ def float_bits(raw: Bytes, dtype: str) -> Floats:
         return _BYTE_VALUES[dtype][raw]
     if dtype == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return raw.view({"F16": np.float16, "F32": np.float32}[dtype]).astype(np.float32)
+    if dtype == "F16":
+        return raw.view(np.float16).astype(np.float32)
+    return raw.view(np.float32)
 
 
 SCALE_DTYPES = frozenset({"U8", "F8_E8M0", "F8_E4M3", "BF16", "F16", "F32"})

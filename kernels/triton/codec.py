@@ -9,7 +9,7 @@ import torch
 import triton
 from mxfp4.codec import check_dtype, check_finite, check_scales
 from mxfp4.kernels.triton.codec_kernel import dequantize_kernel, quantize_kernel
-from mxfp4.kernels.triton.device import INTERPRET
+from mxfp4.kernels.triton.device import INTERPRET, launch
 from mxfp4.spec import (
     BLOCK_SIZE,
     E8M0_NAN,
@@ -80,7 +80,9 @@ def encode(x: torch.Tensor, options: CodecOptions) -> tuple[torch.Tensor, torch.
     codes = x.new_empty(*lead, columns // 2, dtype=torch.uint8)
     scales = x.new_empty(*lead, columns // BLOCK_SIZE, dtype=torch.uint8)
     if blocks:
-        quantize_kernel[(triton.cdiv(blocks, QUANTIZE.blocks),)](
+        launch(
+            quantize_kernel,
+            (triton.cdiv(blocks, QUANTIZE.blocks),),
             x,
             codes.view(torch.int32),
             scales,
@@ -101,7 +103,9 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     blocks = scales.numel()
     out = codes.new_empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=dtype)
     if blocks:
-        dequantize_kernel[(triton.cdiv(blocks, DEQUANTIZE.blocks),)](
+        launch(
+            dequantize_kernel,
+            (triton.cdiv(blocks, DEQUANTIZE.blocks),),
             codes.contiguous().view(torch.int32),
             scales.contiguous(),
             out,

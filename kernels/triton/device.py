@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -50,3 +51,8 @@ def _describe_gpu(index: int) -> Device:
     if torch.version.hip:
         return Device(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
     return Device(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    """Start a Triton kernel; a function because the subscript form has no types."""
+    kernel[grid](*arguments, **options)

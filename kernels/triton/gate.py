@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,12 @@ def cases(architectures: tuple[str, ...]) -> Iterator[Case]:
         yield from _native(architecture)
         yield from _codec(architecture)
         yield from _routing(architecture)
+
+
+def tuning_case(architecture: str, regime: Regime, config: TileConfig) -> Case:
+    """A dense product with any tile, without limits on instructions or their kind."""
+    found = next(_products(architecture, regime, config))
+    return replace(found, matrix="", issue_limit=0.0)
 
 
 def check(case: Case) -> Verdict:

@@ -16,7 +16,7 @@ from mxfp4.kernels.activations import NO_ACTIVATION, Activation, ActivationOptio
 from mxfp4.kernels.triton import configs
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.configs import TileConfig
-from mxfp4.kernels.triton.device import INTERPRET
+from mxfp4.kernels.triton.device import INTERPRET, launch
 from mxfp4.kernels.triton.grouped_kernel import grouped_kernel
 from mxfp4.kernels.triton.layout import PackedWeight
 from mxfp4.kernels.triton.product import check_product, choose
@@ -123,7 +123,7 @@ def route(ids: torch.Tensor, experts: int) -> Routing:
     """Sort int32 ids [T, k] by expert, stably, on the device."""
     order, slot = torch.empty_like(ids.view(-1)), torch.empty_like(ids.view(-1))
     ends = ids.new_empty(experts)
-    route_kernel[(experts,)](ids, order, slot, ends, ids.numel(), BLOCK=_ROUTE_BLOCK)
+    launch(route_kernel, (experts,), ids, order, slot, ends, ids.numel(), BLOCK=_ROUTE_BLOCK)
     return Routing(order, slot, ends)
 
 
@@ -133,7 +133,9 @@ def tile_table(ends: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
     # Every expert with rows has at most one tile that is not full.
     tiles = rows // tokens + min(experts, rows)
     table = ends.new_empty(3, tiles)
-    tile_kernel[(triton.cdiv(tiles, _TILE_BLOCK),)](
+    launch(
+        tile_kernel,
+        (triton.cdiv(tiles, _TILE_BLOCK),),
         ends,
         table,
         tiles,
@@ -177,7 +179,9 @@ def _launch(
         return out
     table = tile_table(ends, rows, config.tokens)
     tiles = table.shape[1]
-    grouped_kernel[(tiles, triton.cdiv(w.rows, config.rows))](
+    launch(
+        grouped_kernel,
+        (tiles, triton.cdiv(w.rows, config.rows)),
         x,
         ends if order is None else order,
         w.words,
@@ -222,7 +226,9 @@ def _combine(
     tokens, choices = ids.shape
     out = y.new_empty(tokens, y.shape[1])
     columns = min(_COMBINE_COLUMNS, triton.next_power_of_2(y.shape[1]))
-    combine_kernel[(tokens, triton.cdiv(y.shape[1], columns))](
+    launch(
+        combine_kernel,
+        (tokens, triton.cdiv(y.shape[1], columns)),
         y,
         ids,
         routing.slot,

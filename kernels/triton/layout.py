@@ -250,17 +250,22 @@ def _padded(length: int, multiple: int) -> int:
 
 
 def _pack_words(codes: torch.Tensor, word: WordFormat) -> torch.Tensor:
-    """uint8 [E, N, K/2] to int16 [E, N_padded, K_padded/4]."""
+    """uint8 [E, N, K/2] to int16 [E, N_padded, K_padded/4]; one expert at a time bounds memory."""
     experts, rows, half = codes.shape
-    padded = codes.new_zeros(experts, _padded(rows, ROW_MULTIPLE), _padded(half, CHUNK // 2))
-    padded[:, :rows, :half] = codes
-    nibbles = torch.stack([padded & 15, padded >> 4], dim=-1).flatten(-2)
-    planes = nibbles.view(*padded.shape[:2], -1, PLANES, BLOCK_SIZE).to(torch.int32)
-    out = torch.zeros_like(planes[..., 0, :])
-    for plane, places in enumerate(word.places):
-        for bit, place in zip((3, 2, 1, 0), places, strict=True):
-            out |= ((planes[..., plane, :] >> bit) & 1) << place
-    return out.flatten(-2).to(torch.int16)
+    shape = _padded(rows, ROW_MULTIPLE), _padded(half, CHUNK // 2)
+    words = codes.new_empty(experts, shape[0], shape[1] // 2, dtype=torch.int16)
+    for expert in range(experts):
+        padded = codes.new_zeros(shape)
+        padded[:rows, :half] = codes[expert]
+        nibbles = torch.stack([padded & 15, padded >> 4], dim=-1).flatten(-2)
+        planes = nibbles.view(shape[0], -1, PLANES, BLOCK_SIZE)
+        out = torch.zeros_like(planes[..., 0, :], dtype=torch.int32)
+        for plane, places in enumerate(word.places):
+            code = planes[..., plane, :].to(torch.int32)
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                out |= ((code >> bit) & 1) << place
+        words[expert] = out.flatten(-2).to(torch.int16)
+    return words
 
 
 def _unpack_words(words: torch.Tensor, word: WordFormat) -> torch.Tensor:

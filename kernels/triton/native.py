@@ -15,7 +15,7 @@ import torch
 import triton
 from mxfp4.errors import BackendUnavailableError, ShapeError
 from mxfp4.kernels.triton import codec
-from mxfp4.kernels.triton.device import INTERPRET, describe
+from mxfp4.kernels.triton.device import INTERPRET, describe, launch
 from mxfp4.kernels.triton.native_kernel import native_kernel
 from mxfp4.spec import BLOCK_SIZE, E8M0_BIAS, CodecOptions
 from mxfp4.tensor import MXTensor
@@ -90,7 +90,9 @@ def native_matmul(
     if not out.numel():
         return out
     grid = (triton.cdiv(x.shape[0], tile.tokens), triton.cdiv(w.shape[0], tile.rows))
-    native_kernel[grid](
+    launch(
+        native_kernel,
+        grid,
         values,
         values if scales is None else scales,
         w.codes,

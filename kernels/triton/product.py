@@ -11,7 +11,7 @@ from mxfp4.errors import ShapeError
 from mxfp4.kernels.triton import configs
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.configs import Regime, TileConfig
-from mxfp4.kernels.triton.device import INTERPRET, describe
+from mxfp4.kernels.triton.device import INTERPRET, describe, launch
 from mxfp4.kernels.triton.expand_kernel import expand_kernel
 from mxfp4.kernels.triton.layout import ROW_MULTIPLE, PackedWeight
 from mxfp4.kernels.triton.product_kernel import dense_kernel
@@ -90,7 +90,9 @@ def expand(w: PackedWeight, first: int, last: int, out: torch.Tensor) -> None:
     """Dequantize rows `first` to `last` (exclusive) of a dense weight, out is [last - first, K]."""
     chunks = w.scales.shape[1]
     grid = (triton.cdiv(last - first, _EXPAND_ROWS), chunks)
-    expand_kernel[grid](
+    launch(
+        expand_kernel,
+        grid,
         w.words,
         w.scales,
         w.factors,
@@ -123,7 +125,9 @@ def _fused(
     if split > 1:
         partial = x.new_empty(split, tokens, w.rows, dtype=torch.float32)
         arrivals = x.new_zeros(tiles, dtype=torch.int32)
-    dense_kernel[(tiles, split)](
+    launch(
+        dense_kernel,
+        (tiles, split),
         x,
         w.words,
         w.scales,

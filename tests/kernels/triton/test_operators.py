@@ -89,6 +89,8 @@ def test_gradients_of_x_and_bias(dense):
     bias = torch.randn(33).bfloat16().requires_grad_(True)
     grad = torch.randn(2, 3, 33).bfloat16()
     mxfp4.matmul(x, packed, bias=bias).backward(grad)
+    assert x.grad is not None
+    assert bias.grad is not None
     values = codec.dequantize(w, dtype=torch.float32).double()
     wanted = grad.double() @ values
     error = (x.grad.double() - wanted).norm() / wanted.norm()

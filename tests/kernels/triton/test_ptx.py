@@ -47,7 +47,8 @@ def test_decoder_over_all_words(word, dtype):
     planes = emulate(ptx_decoder(word), low | (high << np.uint32(16)))
     for places, register in zip(word.places, planes, strict=True):
         for lane, source in ((register & 0xFFFF, low), (register >> 16, high)):
-            code = sum((source >> place & 1) << (3 - i) for i, place in enumerate(places))
+            bits = [(source >> place & 1) << (3 - i) for i, place in enumerate(places)]
+            code = np.bitwise_or.reduce(bits)
             wanted = decode_elements(torch.from_numpy(code.astype(np.uint8)))
             got = torch.from_numpy(lane.astype(np.uint16)).view(dtype).double()
             assert torch.equal(got * 2.0**word.bias, wanted.double())

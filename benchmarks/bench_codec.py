@@ -159,20 +159,29 @@ def _status(key: str) -> int:
     raise KeyError(key)
 
 
-def start_up(rounds: int = 9) -> dict[str, float]:
-    """Seconds from starting Python until one block is encoded, without torch; medians."""
+def start_up(rounds: int = 9) -> dict[str, dict[str, float]]:
+    """Wall and CPU seconds from starting Python until one block is encoded; medians."""
     script = (
         "import sys, numpy; from mxfp4.kernels.rows import encode_rows;"
         "encode_rows(numpy.ones((1, 32), 'u2'), 'BF16'); assert 'torch' not in sys.modules"
     )
     seconds = {"python with numpy": "import numpy", "first block encoded": script}
-    measured: dict[str, list[float]] = {name: [] for name in seconds}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in seconds}
     for _ in range(rounds):
         for name, code in seconds.items():
-            start = time.perf_counter()
+            before, start = os.times(), time.perf_counter()
             subprocess.run([sys.executable, "-c", code], check=True)
-            measured[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in measured.items()}
+            wall, after = time.perf_counter() - start, os.times()
+            cpu = after.children_user - before.children_user
+            cpu += after.children_system - before.children_system
+            measured[name].append((wall, cpu))
+    return {
+        name: {
+            "wall": statistics.median(wall for wall, _ in values),
+            "cpu": statistics.median(cpu for _, cpu in values),
+        }
+        for name, values in measured.items()
+    }
 
 
 def machine() -> dict[str, str]:
@@ -235,7 +244,7 @@ def main() -> None:
     show("public functions, fresh outputs", others, "mxfp4 is x faster")
     show_costs(others)
     started = start_up()
-    print("\nstart-up, seconds:", started)
+    print("\nseconds to start:", started)
     print("not installed:", missing or "none missing")
     result = {
         "operation": "codec",

@@ -26,6 +26,8 @@ RECOGNISERS: tuple[Recogniser, ...] = (
 
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
 _PACKED_LEAVES = (".weight", ".weight_packed", "_blocks", mxfp4.GGUF_LEAF, ".qweight")
+_SCALE_LEAVES = ("_scale", ".scale", "_scales", ".scales", "_scale_inv", "_scale_2")
+"""Names that are never a weight; half of the tensors of a packed checkpoint have one."""
 _PACKED_DTYPES = frozenset({"U8", "I8", "U32", "I32", "F4"})
 
 LEFTOVER_LEAVES = frozenset(
@@ -77,6 +79,7 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
         name: source
         for name, part in parts.items()
         if part.info.dtype not in _FLOATS
+        and not name.endswith(_SCALE_LEAVES)
         and (source := _recognise(part, parts, blocks)) is not None
     }
     taken = {part.info.name for source in heads.values() for part in source.parts[1:]}

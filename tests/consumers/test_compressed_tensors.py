@@ -11,6 +11,8 @@ from mxfp4.converters.convert import convert
 from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.kernels.rows import decode_rows
 
+pytestmark = pytest.mark.consumer_compressed_tensors
+
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, tiny_moe):

@@ -13,7 +13,7 @@ from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.kernels.rows import decode_rows
 
 # Warnings of the consumers' own code are theirs to mend.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.consumer_transformers, pytest.mark.filterwarnings("default")]
 
 TEXT = "The Lord said unto Moses, import sys and print the documentation of the function"
 

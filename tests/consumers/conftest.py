@@ -1,0 +1,32 @@
+"""Consumers with environments of their own: where they are, and how to run something in one."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HOME = Path(os.environ.get("MXFP4_CONSUMERS", Path.home() / ".cache" / "mxfp4-consumers"))
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def consumer():
+    """Runs `run_NAME.py ARGUMENTS...` in the environment NAME; returns what it prints as JSON."""
+
+    def run(name, *arguments, **environment):
+        python = HOME / name / "bin" / "python"
+        if not python.exists():
+            pytest.skip(f"no environment: tests/consumers/environments/make.sh {name} makes it")
+        done = subprocess.run(
+            [str(python), str(HERE / f"run_{name}.py"), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

@@ -1,0 +1,77 @@
+"""transformers loads gpt-oss in our packed form, and computes with the bits we decode it to."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+
+from mxfp4.converters.convert import convert
+from mxfp4.converters.plan import OutputOptions
+
+# Warnings of the consumers' own code are theirs to mend.
+pytestmark = [pytest.mark.consumer_transformers, pytest.mark.filterwarnings("default")]
+
+TOKENS = torch.tensor([[5, 17, 99, 3, 42, 7, 64, 21]])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A random gpt-oss in BF16, saved by transformers; width and depth differ on purpose."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("gpt-oss") / "source"
+    model = GptOssForCausalLM(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder, **options):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.bfloat16, **options
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        assert not info[kind], f"{kind}: {info[kind]}"
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+def test_packed_and_decoded_give_the_same_logits(source, tmp_path):
+    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+    plain = convert(packed, tmp_path / "plain", options=OutputOptions(format="bf16")).output
+    first = load(packed, quantization_config=Mxfp4Config(dequantize=True))
+    second = load(plain)
+    for (name, ours), theirs in zip(
+        second.named_parameters(), first.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(logits(first), logits(second))
+    before = logits(load(source))
+    cosine = torch.cosine_similarity(before.flatten(), logits(second).flatten(), dim=0).item()
+    assert 0.9 < cosine < 1.0
+
+
+def test_a_way_through_another_layout_comes_back_to_the_same_bytes(source, tmp_path, builder):
+    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+    single = convert(packed, tmp_path / "single").output
+    again = convert(single, tmp_path / "again", options=OutputOptions(format="gpt-oss")).output
+    assert builder.read(again) == builder.read(packed)
+    names = list(builder.read(single))
+    assert sum(name.endswith(".weight_packed") for name in names) == 2 * 4 * 3
+    assert np.all([not name.endswith("_blocks") for name in names])

@@ -39,9 +39,10 @@ def tokens_of(folder):
     choice = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, detokenize=False)
     prompt = {"prompt_token_ids": [3, 14, 15, 92, 65, 35]}
     found = engine.generate([prompt], choice)[0].outputs[0]
+    worker = engine.llm_engine.model_executor.driver_worker.worker
     kernels = {
         type(module.scheme.kernel).__name__
-        for module in engine.llm_engine.model_executor.driver_worker.worker.model_runner.model.modules()
+        for module in worker.model_runner.model.modules()
         if hasattr(getattr(module, "scheme", None), "kernel")
     }
     scores = [next(iter(step.values())).logprob for step in found.logprobs]

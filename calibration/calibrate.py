@@ -8,6 +8,7 @@ and byte counts are those of a conversion without calibration.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,10 @@ import torch
 from mxfp4.calibration.block import Block, BlockResult
 from mxfp4.calibration.methods import MethodOptions
 from mxfp4.calibration.samples import Samples
+from mxfp4.calibration.statistics import Statistics, codes_from, collect
 from mxfp4.calibration.store import CodeStore
-from mxfp4.calibration.streaming.hidden import SpilledTensor, batch_size, batches
-from mxfp4.calibration.streaming.layout import Layout
-from mxfp4.calibration.streaming.parts import find_parts
-from mxfp4.calibration.streaming.skeleton import ModelOptions, Skeleton
-from mxfp4.calibration.streaming.weights import Weights
+from mxfp4.calibration.streaming.skeleton import ModelOptions
+from mxfp4.calibration.streaming.walk import DEFAULT_MEMORY, Visit, Walk
 from mxfp4.converters.convert import (
     ConversionReport,
     Progress,
@@ -39,10 +38,12 @@ from mxfp4.converters.planning import require_convertible
 from mxfp4.converters.recipe import Recipe
 from mxfp4.converters.roles import Role
 from mxfp4.converters.state import OutputFolder
-from mxfp4.errors import InterruptedConversionError
 
 STORE = "calibration"
 """Folder of unfinished work inside the output's state folder."""
+
+REPORT_NAME = "mxfp4_calibration.json"
+"""What was done, beside the checkpoint."""
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -53,7 +54,7 @@ class CalibrationOptions:
 
     method: MethodOptions = field(default_factory=MethodOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
-    memory_bytes: int = 4 << 30
+    memory_bytes: int = DEFAULT_MEMORY
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CalibrationReport:
 
     conversion: ConversionReport
     options: MethodOptions
-    samples: Samples
+    data: Mapping[str, Any]
     layers: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
@@ -70,10 +71,7 @@ class CalibrationReport:
         return {
             "format": "mxfp4-calibration/1",
             "options": self.options.to_json(),
-            "tokens": self.samples.token_count,
-            "sequence_length": self.samples.tokens.shape[1],
-            "domains": sorted(set(self.samples.domains)),
-            "data_sha256": self.samples.sha256,
+            "data": dict(self.data),
             "summary": summary(self.layers),
             "layers": self.layers,
             "conversion": self.conversion.to_json(),
@@ -101,67 +99,83 @@ def calibrate(
     """
     recipe, options = recipe or Recipe(), options or CalibrationOptions()
     run, stop = run or RunOptions(), stop or threading.Event()
-    plan = plan_conversion(source, recipe, output_options, run)
-    require_apart(plan.checkpoint.folder, Path(output))
-    require_convertible(plan, allow_blocked=run.keep_odd_shapes)
+    plan = _planned(source, output, recipe, output_options, run)
     options = replace(options, method=resolved(options.method, plan))
+    settings = {
+        "plan": plan.id,
+        "method": options.method.to_json(),
+        "dtype": str(options.model.dtype),
+        "data": samples.sha256,
+    }
     with OutputFolder(Path(output)) as folder:
-        store = CodeStore(
-            folder.state / STORE,
-            _settings(plan, samples, options),
-            overwrite=run.overwrite,
+        store = _open_store(folder, plan, settings, run)
+        walk = Walk(
+            plan, samples, store.folder, options.model, options.memory_bytes, on_layer, stop
         )
-        _require_free(folder, plan, store, run)
-        calibrate_layers(plan, samples, options, store, on_layer, stop)
-    conversion = convert(
-        source,
-        output,
-        recipe,
-        output_options,
-        run,
-        substitutes=store,
-        progress=progress,
-        stop=stop,
-    )
-    report = CalibrationReport(conversion, options.method, samples, store.records)
-    store.remove()
-    return report
+        calibrate_layers(walk, options.method, store)
+    conversion = _write(source, output, recipe, output_options, run, store, progress, stop)
+    report = CalibrationReport(conversion, options.method, data_facts(samples), store.records)
+    return _finished(report, store)
 
 
-def calibrate_layers(
-    plan: Plan,
+def calibrate_from(
+    source: str | Path,
+    output: str | Path,
+    statistics: Statistics,
+    recipe: Recipe | None = None,
+    options: MethodOptions | None = None,
+    output_options: OutputOptions | None = None,
+    run: RunOptions | None = None,
+    *,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> CalibrationReport:
+    """Convert with codes from collected statistics; neither transformers nor text is needed.
+
+    The moments are those of the source model, not of one rounded layer by layer, and nothing is
+    folded, because whether a fold is exact can only be seen by running the layer.
+    """
+    recipe, run = recipe or Recipe(), run or RunOptions()
+    plan = _planned(source, output, recipe, output_options, run)
+    options = replace(options or MethodOptions(), fold_norms=False)
+    facts = dict(statistics.facts)
+    settings = {"plan": plan.id, "method": options.to_json(), "statistics": facts}
+    with OutputFolder(Path(output)) as folder:
+        store = _open_store(folder, plan, settings, run)
+        codes_from(plan, statistics, options, store, on_layer)
+    event = stop or threading.Event()
+    conversion = _write(source, output, recipe, output_options, run, store, progress, event)
+    return _finished(CalibrationReport(conversion, options, facts, store.records), store)
+
+
+def collect_statistics(
+    source: str | Path,
+    folder: Path,
     samples: Samples,
-    options: CalibrationOptions,
-    store: CodeStore,
-    on_layer: Callable[[int, int], None],
-    stop: threading.Event,
-) -> None:
+    recipe: Recipe | None = None,
+    model: ModelOptions | None = None,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> Statistics:
+    """Run the source model on text and keep what `calibrate_from` needs, in a new folder."""
+    plan = plan_conversion(source, recipe or Recipe())
+    folder.mkdir(parents=True, exist_ok=True)
+    walk = Walk(plan, samples, folder, model or ModelOptions(), memory_bytes, on_layer)
+    return collect(walk, data_facts(samples))
+
+
+def calibrate_layers(walk: Walk, options: MethodOptions, store: CodeStore) -> None:
     """Fill a store layer by layer, from the first one that it lacks."""
-    layout = Layout.of_plan(plan)
-    with Weights(plan.checkpoint, layout) as weights:
-        skeleton = Skeleton(plan.checkpoint.folder, weights, options.model)
-        count = len(skeleton.layers)
-        on_layer(store.done_layers, count)
-        if store.done_layers == count:
-            return
-        size = batch_size(samples.tokens.shape[1], skeleton.width, options.memory_bytes)
-        before = _entry(store, skeleton, samples, size)
-        for number in range(store.done_layers, count):
-            after = _spill(store, number + 1, skeleton, samples, new=True)
-            with skeleton.filled(number, weights):
-                result = _layer(plan, layout, skeleton, samples, options, number, before, size)
-                for batch in batches(len(samples.tokens), size):
-                    after.tensor[batch] = skeleton.run(number, before.tensor[batch])
-            after.sync()
-            store.save(number, result)
-            before.path.unlink()
-            before = after
-            on_layer(store.done_layers, count)
-            if stop.is_set() and number + 1 < count:
-                raise InterruptedConversionError(
-                    "stopped on request", hint="run the same command to continue"
-                )
-        before.path.unlink()
+    stored = {tensor.info.dtype for tensor in walk.plan.quantized}
+    source_dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
+    found: dict[int, BlockResult] = {}
+
+    def visit(visit: Visit) -> None:
+        found[visit.number] = Block(visit, options, source_dtype).calibrate()
+
+    walk.go(store.done_layers, visit, lambda number: store.save(number, found.pop(number)))
 
 
 def resolved(options: MethodOptions, plan: Plan) -> MethodOptions:
@@ -189,62 +203,64 @@ def summary(layers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _layer(
-    plan: Plan,
-    layout: Layout,
-    skeleton: Skeleton,
-    samples: Samples,
-    options: CalibrationOptions,
-    number: int,
-    before: SpilledTensor,
-    size: int,
-) -> BlockResult:
-    prefix = f"{skeleton.prefix}.{number}"
-    layer = skeleton.layers[number]
-    stored = {tensor.info.dtype for tensor in plan.quantized}
-    block = Block(
-        layer,
-        prefix,
-        find_parts(layer, prefix, layout, plan),
-        lambda batch: skeleton.run(number, before.tensor[batch]),
-        list(batches(len(samples.tokens), size)),
-        samples.halves,
-        options.method,
-        _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32,
-        skeleton.head_size,
-    )
-    return block.calibrate()
-
-
-def _entry(store: CodeStore, skeleton: Skeleton, samples: Samples, size: int) -> SpilledTensor:
-    """The activations in front of the first layer that is not done."""
-    if store.done_layers:
-        return _spill(store, store.done_layers, skeleton, samples, new=False)
-    entry = _spill(store, 0, skeleton, samples, new=True)
-    for batch in batches(len(samples.tokens), size):
-        entry.tensor[batch] = skeleton.embed(samples.tokens[batch])
-    return entry
-
-
-def _spill(
-    store: CodeStore, number: int, skeleton: Skeleton, samples: Samples, *, new: bool
-) -> SpilledTensor:
-    shape = (*samples.tokens.shape, skeleton.width)
-    path = store.folder / f"hidden-{number:05d}.bin"
-    return SpilledTensor(path, shape, skeleton.options.dtype, new=new)
-
-
-def _settings(plan: Plan, samples: Samples, options: CalibrationOptions) -> Mapping[str, Any]:
-    """Everything that decides a code."""
+def data_facts(samples: Samples) -> dict[str, Any]:
+    """What a report says of the text."""
     return {
-        "plan": plan.id,
-        "method": options.method.to_json(),
-        "dtype": str(options.model.dtype),
-        "data": samples.sha256,
+        "tokens": samples.token_count,
+        "sequence_length": samples.tokens.shape[1],
+        "domains": sorted(set(samples.domains)),
+        "data_sha256": samples.sha256,
     }
 
 
-def _require_free(folder: OutputFolder, plan: Plan, store: CodeStore, run: RunOptions) -> None:
-    """Refuse an output folder that the conversion would refuse, before the long work."""
+def _finished(report: CalibrationReport, store: CodeStore) -> CalibrationReport:
+    """Write the report beside the checkpoint and let the stored codes go."""
+    text = json.dumps(report.to_json(), indent=2) + "\n"
+    (report.conversion.output / REPORT_NAME).write_text(text, encoding="utf-8")
+    store.remove()
+    return report
+
+
+def _planned(
+    source: str | Path,
+    output: str | Path,
+    recipe: Recipe,
+    output_options: OutputOptions | None,
+    run: RunOptions,
+) -> Plan:
+    plan = plan_conversion(source, recipe, output_options, run)
+    require_apart(plan.checkpoint.folder, Path(output))
+    require_convertible(plan, allow_blocked=run.keep_odd_shapes)
+    return plan
+
+
+def _open_store(
+    folder: OutputFolder, plan: Plan, settings: Mapping[str, Any], run: RunOptions
+) -> CodeStore:
+    """The store in an output folder, after the checks that the conversion would make."""
+    store = CodeStore(folder.state / STORE, settings, overwrite=run.overwrite)
     planned = replace(plan, codes=store.identity)
     folder.adopt(planned, owned_files(planned), overwrite=run.overwrite)
+    return store
+
+
+def _write(
+    source: str | Path,
+    output: str | Path,
+    recipe: Recipe,
+    output_options: OutputOptions | None,
+    run: RunOptions,
+    store: CodeStore,
+    progress: Progress | None,
+    stop: threading.Event,
+) -> ConversionReport:
+    return convert(
+        source,
+        output,
+        recipe,
+        output_options,
+        run,
+        substitutes=store,
+        progress=progress,
+        stop=stop,
+    )

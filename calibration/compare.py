@@ -8,16 +8,17 @@ because the tokens of one sequence are not independent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mxfp4.calibration.paired import final_logits, paired
+from mxfp4.calibration.paired import log_probabilities, side_by_side
 from mxfp4.calibration.samples import Samples
 from mxfp4.calibration.streaming.skeleton import ModelOptions
+from mxfp4.calibration.streaming.walk import DEFAULT_MEMORY
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,43 @@ def compare(
     samples: Samples,
     options: ModelOptions | None = None,
     *,
-    memory_bytes: int = 4 << 30,
+    memory_bytes: int = DEFAULT_MEMORY,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Run two checkpoints, plain or MXFP4, on the same tokens, one layer of each at a time."""
-    folders = (Path(first), Path(second))
-    with paired(folders, samples, options or ModelOptions(), memory_bytes) as (one, two):
-        count = len(one.skeleton.layers)
+    (found,) = compare_all(
+        first, [second], samples, options, memory_bytes=memory_bytes, on_layer=on_layer
+    )
+    return found
+
+
+def compare_all(
+    first: str | Path,
+    others: Sequence[str | Path],
+    samples: Samples,
+    options: ModelOptions | None = None,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Comparison]:
+    """`compare` one checkpoint with several others, which runs it once only."""
+    folders = [Path(folder) for folder in (first, *others)]
+    with side_by_side(folders, samples, options or ModelOptions(), memory_bytes) as streams:
+        count = len(streams[0].skeleton.layers)
         for number in range(count):
-            one.advance(number)
-            two.advance(number)
+            for stream in streams:
+                stream.advance(number)
             on_layer(number + 1, count)
-        found = tuple(
-            _figures(*final_logits(one, two, number), samples, number)
-            for number in range(len(samples.tokens))
-        )
-    return Comparison(str(first), str(second), samples.tokens.shape[1], found)
+        found: list[list[SequenceFigures]] = [[] for _ in others]
+        for number in range(len(samples.tokens)):
+            wanted = log_probabilities(streams[0], number)
+            for stream, rows in zip(streams[1:], found, strict=True):
+                rows.append(_figures(wanted, log_probabilities(stream, number), samples, number))
+    length = samples.tokens.shape[1]
+    return [
+        Comparison(str(first), str(other), length, tuple(rows))
+        for other, rows in zip(others, found, strict=True)
+    ]
 
 
 def _figures(

@@ -7,8 +7,8 @@ checked by running the layer before and after:
 
 - a norm and all linears that read it. The new gain is rounded to the source dtype first and s is
   made from it, so that the file holds exactly what was calibrated;
-- rows of one projection and columns of the next (up and down, v and o), with powers of two only:
-  they move into the scale bytes of the first and leave its codes alone.
+- rows of one projection and columns of the next (up and down, v and o). Inside experts only powers
+  of two are used: they move into the scale bytes of rows that are rounded already.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def rows_of_columns(row_count: int, column_count: int, head_size: int | None) ->
     return column // head_size // repeat * head_size + column % head_size
 
 
-def shared_exponents(exponent: torch.Tensor, rows: torch.Tensor, row_count: int) -> torch.Tensor:
-    """One exponent per row [N]: the rounded mean over the channels [K] that it makes."""
-    total = torch.zeros(row_count).index_add_(0, rows, exponent)
-    count = torch.zeros(row_count).index_add_(0, rows, torch.ones_like(exponent))
-    return (total / count.clamp(min=1)).round()
+def shared_mean(logarithm: torch.Tensor, rows: torch.Tensor, row_count: int) -> torch.Tensor:
+    """One logarithm per row [N]: the mean over the channels [K] that it makes."""
+    total = torch.zeros(row_count).index_add_(0, rows, logarithm)
+    count = torch.zeros(row_count).index_add_(0, rows, torch.ones_like(logarithm))
+    return total / count.clamp(min=1)

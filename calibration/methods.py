@@ -25,10 +25,12 @@ class MethodOptions:
     """Every numeric choice of calibration; recorded with the result."""
 
     method: str = "gptq"
-    damping_low: float = 0.01
+    damping_low: float = 0.05
+    expert_damping_low: float = 0.01
+    """Where a prior steadies the moments of experts, less is needed."""
     damping_high: float = 0.10
     damping_slope: float = 0.2
-    """Damping is slope * K / tokens within the two bounds."""
+    """Damping is slope * K / tokens, at least `damping_low`, at most `damping_high`."""
     pseudo_tokens: float = 256.0
     """How many tokens the layer-wide moments count for in the moments of each expert."""
     sweeps: int = 3
@@ -154,7 +156,8 @@ def _fit(
     counts = moments.counts
     if prior is not None:
         counts = counts + prior.counts.clamp(max=int(options.pseudo_tokens))
-    bounds = (options.damping_low, options.damping_high)
+    low = options.damping_low if prior is None else options.expert_damping_low
+    bounds = (low, options.damping_high)
     share = damping(counts, weight.shape[2], bounds, options.damping_slope)
     importance = hessian.diagonal(dim1=-2, dim2=-1)
     method = METHODS[options.method]

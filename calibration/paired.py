@@ -1,8 +1,8 @@
-"""Two checkpoints of one model on the same tokens, layer by layer side by side."""
+"""Several checkpoints of one model on the same tokens, layer by layer side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mxfp4.calibration.samples import Samples
-from mxfp4.calibration.streaming.hidden import SpilledTensor, batch_size, batches
+from mxfp4.calibration.streaming.hidden import SpilledTensor, batch_size, batches, release_memory
 from mxfp4.calibration.streaming.skeleton import ModelOptions, Skeleton
 from mxfp4.calibration.streaming.weights import Weights
 from mxfp4.converters.checkpoint import open_checkpoint
@@ -39,22 +39,22 @@ class Stream:
                 observe(layer)
             for batch in self.batches():
                 self.hidden.tensor[batch] = self.skeleton.run(number, self.hidden.tensor[batch])
+        release_memory()
 
 
 @contextmanager
-def paired(
-    folders: tuple[Path, Path], samples: Samples, options: ModelOptions, memory_bytes: int
-) -> Iterator[tuple[Stream, Stream]]:
-    """Both checkpoints with the embeddings of all tokens; activations lie in a temporary folder.
+def side_by_side(
+    folders: Sequence[Path], samples: Samples, options: ModelOptions, memory_bytes: int
+) -> Iterator[list[Stream]]:
+    """All checkpoints with the embeddings of all tokens; activations lie in a temporary folder.
 
     Raises `ShapeError` when they are not the same model.
     """
     with ExitStack() as stack:
         spill = Path(stack.enter_context(TemporaryDirectory(prefix="mxfp4-")))
-        streams = []
+        streams: list[Stream] = []
         for place, folder in enumerate(folders):
-            checkpoint = open_checkpoint(folder)
-            weights = stack.enter_context(Weights(checkpoint))
+            weights = stack.enter_context(Weights(open_checkpoint(folder)))
             skeleton = Skeleton(folder, weights, options)
             size = batch_size(samples.tokens.shape[1], skeleton.width, memory_bytes)
             shape = (*samples.tokens.shape, skeleton.width)
@@ -62,19 +62,16 @@ def paired(
             for batch in batches(len(samples.tokens), size):
                 hidden.tensor[batch] = skeleton.embed(samples.tokens[batch])
             streams.append(Stream(weights, skeleton, hidden, size))
-        first, second = streams
-        counts = [(len(s.skeleton.layers), s.skeleton.width) for s in streams]
-        if counts[0] != counts[1]:
-            raise ShapeError(
-                f"these are different models: {counts[0]} and {counts[1]} layers and channels"
-            )
-        yield first, second
+        for other in streams[1:]:
+            seen, wanted = ((len(s.skeleton.layers), s.skeleton.width) for s in (other, streams[0]))
+            if seen != wanted:
+                raise ShapeError(
+                    f"these are different models: {wanted[0]} and {seen[0]} layers, "
+                    f"{wanted[1]} and {seen[1]} channels"
+                )
+        yield streams
 
 
-def final_logits(first: Stream, second: Stream, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities float32 [T, V] of both for one sequence, after the last layer."""
-    result = [
-        torch.log_softmax(stream.skeleton.logits(stream.hidden.tensor[sequence]), -1)
-        for stream in (first, second)
-    ]
-    return result[0], result[1]
+def log_probabilities(stream: Stream, sequence: int) -> torch.Tensor:
+    """Log-probabilities float32 [T, V] for one sequence, after the last layer."""
+    return torch.log_softmax(stream.skeleton.logits(stream.hidden.tensor[sequence]), -1)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxfp4.calibration.paired import Stream, paired
+from mxfp4.calibration.paired import Stream, side_by_side
 from mxfp4.calibration.samples import Samples
 from mxfp4.calibration.streaming.capture import routed_inputs
 from mxfp4.calibration.streaming.skeleton import ModelOptions
+from mxfp4.calibration.streaming.walk import DEFAULT_MEMORY
 from mxfp4.converters.checkpoint import open_checkpoint
 from mxfp4.converters.decide import PROTECTED_ROLES
 from mxfp4.converters.roles import Role, classify
@@ -124,7 +125,7 @@ def check_routers(
     samples: Samples,
     options: ModelOptions | None = None,
     *,
-    memory_bytes: int = 4 << 30,
+    memory_bytes: int = DEFAULT_MEMORY,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> RoutingReport:
     """Compare the routing of two checkpoints. Raises `RecipeError` for a model without routers."""
@@ -132,10 +133,10 @@ def check_routers(
     rows: list[LayerRouting] = []
     changed = torch.zeros(samples.token_count, dtype=torch.bool)
     folders = (Path(source), Path(converted))
-    with paired(folders, samples, options or ModelOptions(), memory_bytes) as (one, two):
-        count = len(one.skeleton.layers)
+    with side_by_side(folders, samples, options or ModelOptions(), memory_bytes) as streams:
+        count = len(streams[0].skeleton.layers)
         for number in range(count):
-            found = [_advance(stream, number, routers) for stream in (one, two)]
+            found = [_advance(stream, number, routers) for stream in streams]
             if found[0] is not None and found[1] is not None:
                 row = compare_routing(number, found[0], found[1], changed)
                 changed |= ~_same_sets(found[0].experts, found[1].experts)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mxfp4.errors import RecipeError
+from mxfp4.errors import CheckpointError, MissingExtraError, RecipeError
 
 DOCUMENT_SEPARATOR = "\n\f\n"
 """A line with a form feed ends a document; a file without any is one document."""
@@ -72,6 +72,26 @@ class Samples:
         """Hash of tokens and shape: names the data in reports and resume records."""
         data = self.tokens.contiguous().numpy().tobytes()
         return hashlib.sha256(repr(tuple(self.tokens.shape)).encode() + data).hexdigest()
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a checkpoint folder; raises `MissingExtraError` without transformers."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", "calibrate") from error
+    try:
+        load: Any = AutoTokenizer.from_pretrained
+        tokenizer: Tokenizer = load(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"its tokenizer cannot be loaded ({error})",
+            file=str(folder),
+            hint="add tokenizer.json and tokenizer_config.json to the folder",
+        ) from error
+    return tokenizer
 
 
 def read_samples(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mxfp4.cli.options import build_recipe, output_flags, parse_size, recipe_flags
 from mxfp4.cli.plan import plan_json, show_plan
-from mxfp4.cli.render import EventLog, Meter, Terminated, emit_json, reported, size, speaker
+from mxfp4.cli.render import (
+    EventLog,
+    Meter,
+    emit_json,
+    reported,
+    size,
+    speaker,
+    termination_unwinds,
+)
 from mxfp4.cli.targets import Target, build_targets, show_remarks, target_flags, with_preset
 
 if TYPE_CHECKING:
@@ -95,7 +99,7 @@ def convert(
     The same command continues an interrupted run. OUTPUT is complete once its index exists. With
     several layouts, each gets a folder of its name inside OUTPUT.
     """
-    with reported(as_json, debug), _termination_unwinds():
+    with reported(as_json, debug), termination_unwinds():
         from mxfp4.converters import convert as engine
 
         level, layout, format_name = with_preset(preset, level, layout, format_name)
@@ -199,17 +203,3 @@ def _show_result(report: ConversionReport, source: Path) -> None:
         )
     click.echo(f"report   {report.output / REPORT_NAME}")
     click.echo(f"next     mxfp4 verify {report.output} --source {source}")
-
-
-@contextmanager
-def _termination_unwinds() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C, so that half-written files are removed."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

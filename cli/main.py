@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import click
 
+from mxfp4.cli.bench import bench
+from mxfp4.cli.calibrate import calibrate
+from mxfp4.cli.compare import compare
 from mxfp4.cli.completion import completion
 from mxfp4.cli.convert import convert
 from mxfp4.cli.inspect import inspect
 from mxfp4.cli.plan import plan
+from mxfp4.cli.sensitivity import sensitivity
 from mxfp4.cli.status import status
+from mxfp4.cli.tune import tune
 from mxfp4.cli.verify import verify
 from mxfp4.version import __version__
 
@@ -30,5 +35,17 @@ def main() -> None:
     """
 
 
-for _command in (plan, convert, verify, inspect, status, completion):
+for _command in (
+    plan,
+    convert,
+    verify,
+    inspect,
+    status,
+    calibrate,
+    compare,
+    sensitivity,
+    tune,
+    bench,
+    completion,
+):
     main.add_command(_command)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TextIO
 
 import click
@@ -99,6 +101,20 @@ def _report(error: BaseException, text: str, code: int, as_json: bool, debug: bo
         facts["message"] = facts["message"] or text
         emit_json({"error": {"type": type(error).__name__, **facts, "exit_code": code}})
     click.echo(f"error: {text}", err=True)
+
+
+@contextmanager
+def termination_unwinds() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C, so that half-written files are removed."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class Meter:

@@ -7,7 +7,7 @@ and routes are taken where they enter the container, and each expert's inputs fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from mxfp4.calibration.moments import Moments
 from mxfp4.calibration.streaming.parts import BankPart, LinearPart
+from mxfp4.calibration.streaming.walk import Visit
 from mxfp4.errors import UnsupportedFormatError
 
 PRIOR_TOKENS = 4096
@@ -38,6 +39,31 @@ class Routes:
         return self.hidden[token], self.gates[token, place].float() ** 2
 
 
+class _AllSeenError(Exception):
+    """Every input that is wanted was seen; the rest of the layer need not be computed."""
+
+
+class Countdown:
+    """Ends the run of a layer once every capture has seen its inputs."""
+
+    def __init__(self, captures: Sequence[LinearCapture | BankCapture]) -> None:
+        self._captures = captures
+        self._waiting: set[str] = set()
+        for capture in captures:
+            capture.seen = self._seen
+
+    def start(self, halves: Sequence[int]) -> None:
+        """Begin a batch; `halves` is the half that each of its sequences belongs to."""
+        self._waiting = {key for capture in self._captures for key in capture.keys}
+        for capture in self._captures:
+            capture.halves = halves
+
+    def _seen(self, key: str) -> None:
+        self._waiting.discard(key)
+        if not self._waiting:
+            raise _AllSeenError
+
+
 class LinearCapture:
     """Moments of the inputs of several linear parts."""
 
@@ -45,6 +71,8 @@ class LinearCapture:
         self.moments: dict[str, Moments] = {}
         self.halves: Sequence[int] = ()
         """Half of each sequence of the batch that runs now."""
+        self.keys = [part.key for part in parts]
+        self.seen: Callable[[str], None] = lambda key: None
         self._hooks = [
             layer.get_submodule(part.paths[0]).register_forward_pre_hook(self._hook(part.key))
             for part in parts
@@ -67,6 +95,7 @@ class LinearCapture:
                 flat = tokens.reshape(-1, columns)
                 for half in (0, 1):
                     moments.add(0, flat[half::2], half)
+            self.seen(key)
 
         return note
 
@@ -76,6 +105,8 @@ class BankCapture:
 
     def __init__(self, layer: nn.Module, part: BankPart) -> None:
         self.halves: Sequence[int] = ()
+        self.keys = [part.key]
+        self.seen: Callable[[str], None] = lambda key: None
         self._pieces: list[Routes] = []
         container = layer.get_submodule(part.path)
         self._hook = container.register_forward_pre_hook(self._note, with_kwargs=True)
@@ -98,6 +129,7 @@ class BankCapture:
         hidden, experts, gates = routed_inputs((*inputs, *keywords.values()))
         half = torch.tensor(self.halves).repeat_interleave(len(hidden) // len(self.halves))
         self._pieces.append(Routes(hidden, experts, gates, half))
+        self.seen(self.keys[0])
 
 
 def routed_inputs(
@@ -123,6 +155,19 @@ def routed_inputs(
     if gates.shape[-1] != experts.shape[-1]:
         gates = gates.gather(1, experts)
     return hidden, experts, gates
+
+
+def observe(
+    visit: Visit, linears: Sequence[LinearPart], banks: Sequence[BankPart]
+) -> tuple[dict[str, Moments], dict[str, Routes]]:
+    """Run a layer on all sequences: moments of the linears, routes of the banks, by part."""
+    with captured(visit.layer, linears, banks) as (linear, bank):
+        waiting = Countdown([linear, *bank.values()])
+        for batch in visit.batches:
+            waiting.start(visit.halves[batch])
+            with suppress(_AllSeenError):
+                visit.run(batch)
+        return linear.moments, {key: capture.routes() for key, capture in bank.items()}
 
 
 def first_moments(routes: Routes, experts: Sequence[int]) -> Moments:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -54,3 +56,15 @@ def batch_size(sequence_length: int, width: int, memory_bytes: int) -> int:
     """
     per_sequence = sequence_length * width * 4 * 30
     return max(memory_bytes // 4 // per_sequence, 1)
+
+
+def release_memory() -> None:
+    """Give what the layers behind us used back to the system.
+
+    Tensors in reference cycles wait for the collector, and glibc keeps freed pieces between live
+    ones; without this the resident size would follow the number of layers.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

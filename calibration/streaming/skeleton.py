@@ -7,7 +7,6 @@ number of layers.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -176,12 +175,13 @@ class Skeleton:
 def build(folder: Path, options: ModelOptions) -> Any:
     """The model on the meta device, in evaluation mode."""
     try:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise MissingExtraError("transformers", EXTRA) from error
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
         for key in ("quantization_config", "compression_config"):
             if hasattr(config, key):
                 delattr(config, key)

@@ -31,8 +31,13 @@ _FP16_UNBIAS = tl.constexpr(2.0**FP16_WORD.bias)
 
 
 @triton.jit
-def _term(w, step: tl.constexpr):
-    return (((w >> step[0]) & step[1]) * step[2]) & step[3]
+def _bf16_term(w, TERM: tl.constexpr):
+    return (((w >> _BF16[TERM][0]) & _BF16[TERM][1]) * _BF16[TERM][2]) & _BF16[TERM][3]
+
+
+@triton.jit
+def _fp16_term(w, TERM: tl.constexpr):
+    return (((w >> _FP16[TERM][0]) & _FP16[TERM][1]) * _FP16[TERM][2]) & _FP16[TERM][3]
 
 
 @triton.jit
@@ -50,15 +55,15 @@ def decode_planes(w, FLOAT: tl.constexpr, DECODER: tl.constexpr):
     else:
         u = w.to(tl.uint16, bitcast=True)
         if tl.bfloat16 == FLOAT:
-            a = _term(u, _BF16[0])
-            b = _term(u, _BF16[1])
-            c = _term(u, _BF16[2])
-            d = _term(u, _BF16[3])
+            a = _bf16_term(u, 0)
+            b = _bf16_term(u, 1)
+            c = _bf16_term(u, 2)
+            d = _bf16_term(u, 3)
         else:
-            a = _term(u, _FP16[0])
-            b = _term(u, _FP16[1])
-            c = _term(u, _FP16[2]) | _term(u, _FP16[3])
-            d = _term(u, _FP16[4]) | _term(u, _FP16[5])
+            a = _fp16_term(u, 0)
+            b = _fp16_term(u, 1)
+            c = _fp16_term(u, 2) | _fp16_term(u, 3)
+            d = _fp16_term(u, 4) | _fp16_term(u, 5)
         a = a.to(tl.uint16).to(FLOAT, bitcast=True)
         b = b.to(tl.uint16).to(FLOAT, bitcast=True)
         c = c.to(tl.uint16).to(FLOAT, bitcast=True)
@@ -67,9 +72,12 @@ def decode_planes(w, FLOAT: tl.constexpr, DECODER: tl.constexpr):
 
 
 @triton.jit
-def unbias(FLOAT: tl.constexpr):
-    """2^bias: what a decoded plane is multiplied by to give elements."""
-    return _BF16_UNBIAS if tl.bfloat16 == FLOAT else _FP16_UNBIAS
+def unbias(w, FLOAT: tl.constexpr):
+    """Elements from a decoded plane, which may have been widened: w times 2^bias."""
+    if tl.bfloat16 == FLOAT:
+        return w * _BF16_UNBIAS
+    else:
+        return w * _FP16_UNBIAS
 
 
 @triton.jit

@@ -27,11 +27,18 @@ class Device:
     cores: int
 
 
+MISCOMPILED = {"sm_100": (3, 9), "sm_103": (3, 9)}
+"""First Triton release without a defect: 3.6 compiles tiles of 128 tokens to a bare trap there."""
+
+
 def supports(device: torch.device) -> bool:
     """Whether the kernels run on tensors of this device."""
     if device.type != "cuda":
         return INTERPRET and device.type == "cpu"
-    return not INTERPRET and describe(device).architecture in TABLES
+    try:
+        return not INTERPRET and describe(device).architecture in TABLES
+    except BackendUnavailableError:
+        return False
 
 
 def describe(device: torch.device) -> Device:
@@ -50,7 +57,19 @@ def _describe_gpu(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return Device(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
-    return Device(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+    architecture = f"sm_{properties.major}{properties.minor}"
+    check_release(architecture, triton.__version__)
+    return Device(architecture, properties.multi_processor_count)
+
+
+def check_release(architecture: str, release: str) -> None:
+    """Raise `BackendUnavailableError` if a Triton release miscompiles for an architecture."""
+    needed = MISCOMPILED.get(architecture)
+    if needed and tuple(map(int, release.split(".")[:2])) < needed:
+        raise BackendUnavailableError(
+            f"Triton {release} miscompiles these kernels for {architecture}",
+            hint=f"install triton>={needed[0]}.{needed[1]}, or use backend='reference'",
+        )
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:

@@ -23,7 +23,7 @@ def _store_plane(
     if FOLDED:
         value = value * widen(s)[:, None] * factor
     else:
-        value = value * unbias(FLOAT) * s[:, None]
+        value = unbias(value, FLOAT) * s[:, None]
     tl.store(out_ptrs, narrow(value, FLOAT, INTERP), mask=mask)
 
 

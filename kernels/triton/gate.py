@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import triton
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.codec import DEQUANTIZE, QUANTIZE, TIES, ZERO_SIGNS
 from mxfp4.kernels.triton.codec_kernel import dequantize_kernel, quantize_kernel
@@ -461,7 +462,8 @@ def main() -> None:
             flush=True,
         )
     if options.out:
-        options.out.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n")
+        found = {"triton": triton.__version__, "cases": [asdict(v) for v in verdicts]}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     failed = sum(bool(verdict.failures) for verdict in verdicts)
     print(f"{len(verdicts) - failed} passed, {failed} failed")
     raise SystemExit(1 if failed or not verdicts else 0)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxfp4.errors import DtypeError, ShapeError
-from mxfp4.kernels.triton import configs, product
+from mxfp4.errors import BackendUnavailableError, DtypeError, ShapeError
+from mxfp4.kernels.triton import configs, device, product
 from mxfp4.kernels.triton.configs import Regime, TileConfig
 from mxfp4.kernels.triton.layout import pack
 from mxfp4.kernels.triton.product import matmul
@@ -170,3 +170,10 @@ def test_wrong_input_is_refused(make_weight):
         matmul(x.bfloat16(), packed, bias=torch.zeros(9))
     with pytest.raises(ShapeError, match="grouped_matmul"):
         matmul(x.bfloat16(), pack(make_weight(2, 8, 64)))
+
+
+def test_releases_that_miscompile_are_refused():
+    with pytest.raises(BackendUnavailableError, match="miscompiles"):
+        device.check_release("sm_100", "3.6.0")
+    device.check_release("sm_100", "3.9.0")
+    device.check_release("sm_90", "3.6.0")

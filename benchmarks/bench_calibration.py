@@ -62,7 +62,7 @@ MODELS: Mapping[str, Model] = {
         ("handbook_en", "foldoc", "pydocs", "kjv", "gcide", "code", "jargon", "fortunes"),
         8_192,
         512,
-        6_144,
+        8_192,
     ),
     "moe": Model(
         "moe",
@@ -133,12 +133,15 @@ def save_tokens(bench: Bench) -> None:
             torch.save(samples.tokens, bench.work / f"tokens-{model.name}-{seed}.pt")
 
 
-def run_calibrations(bench: Bench, models: Sequence[str], methods: Sequence[str]) -> None:
+def run_calibrations(
+    bench: Bench, models: Sequence[str], methods: Sequence[str], wanted: Sequence[int]
+) -> None:
     for model in (MODELS[name] for name in models):
         for tokens in (model.tokens, *model.few_tokens):
             for method in methods:
-                seeds = SEEDS[:1] if method == "even" else SEEDS
-                for seed in seeds if method != "even" or tokens == model.tokens else ():
+                if method == "even" and tokens != model.tokens:
+                    continue  # it does not look at tokens
+                for seed in SEEDS[:1] if method == "even" else wanted:
                     calibrate_one(bench, model, method, tokens, seed)
 
 
@@ -272,6 +275,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--model", action="append", choices=sorted(MODELS))
     parser.add_argument("--method", action="append", choices=sorted(METHODS))
+    parser.add_argument("--seed", action="append", type=int, choices=SEEDS)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -280,7 +284,7 @@ def main() -> None:
     if options.step == "tokens":
         save_tokens(bench)
     elif options.step == "calibrate":
-        run_calibrations(bench, models, options.method or list(METHODS))
+        run_calibrations(bench, models, options.method or list(METHODS), options.seed or SEEDS)
     elif options.step == "evaluate":
         evaluate(bench, models)
     else:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mxfp4.converters.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from mxfp4.converters.collector import collector_paused
 from mxfp4.converters.executors import EXECUTORS, choose
 from mxfp4.converters.nonfinite import find_nonfinite
 from mxfp4.converters.output_config import output_config
@@ -196,6 +197,7 @@ def _finish(folder: OutputFolder, plan: Plan) -> tuple[ShardRecord, ...]:
     return found
 
 
+@collector_paused
 def plan_conversion(
     source: str | Path,
     recipe: Recipe | None = None,

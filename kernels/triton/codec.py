@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 import triton
+
 from mxfp4.codec import check_dtype, check_finite, check_scales
 from mxfp4.kernels.triton.codec_kernel import dequantize_kernel, quantize_kernel
 from mxfp4.kernels.triton.device import INTERPRET, launch

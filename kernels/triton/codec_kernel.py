@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.decode import narrow, power_of_two, widen
 from mxfp4.spec import E2M1_MAX, E2M1_MIDPOINTS, E8M0_NAN, MAX_SCALE_BYTE
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.bits import BF16_WORD, FP16_WORD, PLANES, WordFormat, ptx_decoder
 
 

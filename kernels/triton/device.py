@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 
 from mxfp4.errors import BackendUnavailableError
 from mxfp4.kernels.triton.configs import TABLES
-from triton import knobs
 
-INTERPRET: bool = bool(knobs.runtime.interpret)
+INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are defined."""
 
 INTERPRETED_ARCHITECTURE = "sm_90"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.decode import (
     decode_planes,
     folded_scales,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+
 from mxfp4.kernels.triton.bits import CHUNK
 from mxfp4.kernels.triton.codec import DEQUANTIZE, QUANTIZE, TIES, ZERO_SIGNS
 from mxfp4.kernels.triton.codec_kernel import dequantize_kernel, quantize_kernel

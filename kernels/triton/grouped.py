@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 import triton
+
 from mxfp4.errors import DtypeError, ShapeError
 from mxfp4.kernels.activations import NO_ACTIVATION, Activation, ActivationOptions
 from mxfp4.kernels.triton import configs

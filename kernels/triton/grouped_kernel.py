@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.decode import narrow, widen
 from mxfp4.kernels.triton.product_kernel import sum_chunks
 

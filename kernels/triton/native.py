@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-
 import triton
+
 from mxfp4.errors import BackendUnavailableError, ShapeError
 from mxfp4.kernels.triton import codec
 from mxfp4.kernels.triton.device import INTERPRET, describe, launch

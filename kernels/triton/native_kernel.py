@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.decode import narrow, widen
 
 # Scale bytes of columns and rows that do not exist: one, because masked codes are zero.

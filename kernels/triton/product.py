@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
 import triton
+
 from mxfp4.errors import ShapeError
 from mxfp4.kernels.triton import configs
 from mxfp4.kernels.triton.bits import CHUNK

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from mxfp4.kernels.triton.decode import narrow, widen
 
 

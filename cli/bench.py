@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from mxfp4.cli.options import output_flags
+from mxfp4.cli.render import emit_json, reported
+
 
 @click.group()
 def bench() -> None:
@@ -15,11 +18,18 @@ def bench() -> None:
 @bench.command()
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG too.")
-def report(results: Path, plot: Path | None) -> None:
+@output_flags
+def report(
+    results: Path, plot: Path | None, as_json: bool, quiet: bool, verbose: int, debug: bool
+) -> None:
     """Print the table of a JSON file that benchmarks/bench_kernels.py wrote."""
-    from mxfp4.kernels import report as make
+    with reported(as_json, debug):
+        from mxfp4.kernels import report as make
 
-    found = make.load_results(results)
-    click.echo(make.table(found))
-    if plot is not None:
-        plot.write_text(make.plot(found))
+        found = make.load_results(results)
+        if plot is not None:
+            plot.write_text(make.plot(found))
+        if as_json:
+            emit_json(found)
+        elif not quiet:
+            click.echo(make.table(found))

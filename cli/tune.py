@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import click
+
+from mxfp4.cli.options import output_flags
+from mxfp4.cli.render import Say, emit_json, reported, speaker
+from mxfp4.errors import BackendUnavailableError
 
 
 @click.command()
@@ -22,38 +28,74 @@ import click
     metavar="ARCH",
     help="Measure nothing: list the tiles that would be, for an architecture such as sm_90.",
 )
-def tune(shapes: tuple[str, ...], device: str, regimes: tuple[str, ...], prune_only: str) -> None:
+@output_flags
+def tune(
+    shapes: tuple[str, ...],
+    device: str,
+    regimes: tuple[str, ...],
+    prune_only: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: int,
+    debug: bool,
+) -> None:
     """Measure tiles for weights of these shapes, such as 28672x8192, and store the best.
 
     Results go to a file in the user's cache folder and hold for this GPU, this Triton and these
     kernels; everything else keeps using the built-in tables.
     """
     sizes = [_size(shape) for shape in shapes]
+    with reported(as_json, debug):
+        say = speaker(quiet, as_json)
+        if prune_only:
+            found = _prune(prune_only, regimes, say)
+        else:
+            found = _measure(sizes, device, regimes, say)
+        if as_json:
+            emit_json(found)
+
+
+def _prune(architecture: str, regimes: Sequence[str], say: Say) -> dict[str, Any]:
+    """Count the tiles that a measurement would try."""
     from mxfp4.kernels.triton.configs import Regime, table_of
+    from mxfp4.kernels.triton.tuner import candidates, prune
 
-    chosen = tuple(Regime(name) for name in regimes) or tuple(Regime)
-    if prune_only:
-        from mxfp4.kernels.triton.tuner import candidates, prune
+    counts = {}
+    for regime in tuple(Regime(name) for name in regimes) or tuple(Regime):
+        every = list(candidates(table_of(architecture)[regime]))
+        kept = prune(architecture, regime, every)
+        counts[str(regime)] = {"measured": len(kept), "of": len(every)}
+        say(f"{regime}: {len(kept)} of {len(every)} tiles would be measured")
+    return {"architecture": architecture, "tiles": counts}
 
-        for regime in chosen:
-            every = list(candidates(table_of(prune_only)[regime]))
-            kept = prune(prune_only, regime, every)
-            click.echo(f"{regime}: {len(kept)} of {len(every)} tiles would be measured")
-        return
+
+def _measure(
+    sizes: Sequence[tuple[int, int]], device: str, regimes: Sequence[str], say: Say
+) -> dict[str, Any]:
+    """Measure on a GPU and store the best tiles."""
     import torch
 
+    from mxfp4.kernels.triton.configs import Regime
     from mxfp4.kernels.triton.tuner import tune as measure
     from mxfp4.kernels.tuning import cache_path, store
 
-    found = {}
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            "tuning measures on a GPU, and torch sees none here",
+            hint="--prune-only sm_90 lists what would be measured, without a GPU",
+        )
+    chosen = tuple(Regime(name) for name in regimes) or tuple(Regime)
+    found, rows_of_report = {}, []
     for rows, columns in sizes:
         place = torch.device(device)
-        for choice in measure(rows, columns, chosen, device=place, on_progress=click.echo):
+        for choice in measure(rows, columns, chosen, device=place, on_progress=say):
             found[choice.key] = choice.config
             gain = choice.shipped_us / choice.median_us
-            click.echo(f"{choice.key}: {choice.config}, {gain:.2f}x of the built-in tile")
+            rows_of_report.append({"key": choice.key, "over_built_in": gain})
+            say(f"{choice.key}: {choice.config}, {gain:.2f}x of the built-in tile")
     store(found, cache_path())
-    click.echo(f"stored {len(found)} tiles in {cache_path()}")
+    say(f"stored {len(found)} tiles in {cache_path()}")
+    return {"stored": str(cache_path()), "tiles": rows_of_report}
 
 
 def _size(shape: str) -> tuple[int, int]:

@@ -13,9 +13,10 @@ from mxfp4.converters.decide import Action, Decision, decide, default_level
 from mxfp4.converters.formats import OutputFormat, Payload, output_format
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.ignore import ignore_patterns
-from mxfp4.converters.ignore_check import check_ignore
+from mxfp4.converters.ignore_check import NameSet, check_ignore
 from mxfp4.converters.notes import plan_warnings
 from mxfp4.converters.output_config import stale_files
+from mxfp4.converters.patterns import module_name
 from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, PlannedTensor, Task, Treatment
 from mxfp4.converters.recipe import Recipe
 from mxfp4.converters.roles import classify
@@ -219,16 +220,20 @@ def _ignore(plan: Plan) -> tuple[str, ...]:
         if task.treatment in MODULES
         for matrix in task.matrices
     ]
+    packed = NameSet(quantized)
+    modules = set(quantized)
+    # A kept bias belongs to the module of its weight, which may be quantized.
     kept = {
-        module_of(tensor.info.name): tensor.decision.role
+        module: tensor.decision.role
         for tensor in plan.tensors
         if tensor.treatment not in MODULES
+        and (module := module_name(tensor.info.name)) not in modules
     }
-    patterns = ignore_patterns(quantized, kept)
-    if _HEAD not in quantized and not any(_HEAD in pattern for pattern in patterns):
+    patterns = ignore_patterns(packed, kept)
+    if _HEAD not in modules and not any(_HEAD in pattern for pattern in patterns):
         # A tied head is not stored, but engines build the module all the same.
         patterns.append(f"re:.*\\b{_HEAD}$")
-    check_ignore(patterns, quantized, kept)
+        check_ignore(patterns, packed, kept)
     return tuple(patterns)
 
 

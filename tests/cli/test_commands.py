@@ -205,12 +205,21 @@ def test_completion_completes(command):
     assert "plain,convert" in done.stdout
 
 
+def subcommands(name, command):
+    """Words that lead to every command at the end of a tree."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        return [[name]]
+    return [[name, *rest] for n, c in children.items() for rest in subcommands(n, c)]
+
+
 def test_every_command_has_help_and_json():
     for name, command in main.commands.items():
         result = run(name, "--help")
         assert result.exit_code == 0
-        if name != "completion":
-            assert "--json" in result.output, name
+        for parts in subcommands(name, command):
+            if name != "completion":
+                assert "--json" in run(*parts, "--help").output, parts
         assert command.help
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,7 @@ def tune(
     """
     sizes = [_size(shape) for shape in shapes]
     with reported(as_json, debug):
+        _require_triton()
         say = speaker(quiet, as_json)
         if prune_only:
             found = _prune(prune_only, regimes, say)
@@ -53,6 +55,14 @@ def tune(
             found = _measure(sizes, device, regimes, say)
         if as_json:
             emit_json(found)
+
+
+def _require_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailableError(
+            "tuning needs Triton, which is not installed",
+            hint="pip install triton (Linux; torch's builds for GPUs bring it along)",
+        )
 
 
 def _prune(architecture: str, regimes: Sequence[str], say: Say) -> dict[str, Any]:
@@ -75,15 +85,15 @@ def _measure(
     """Measure on a GPU and store the best tiles."""
     import torch
 
-    from mxfp4.kernels.triton.configs import Regime
-    from mxfp4.kernels.triton.tuner import tune as measure
-    from mxfp4.kernels.tuning import cache_path, store
-
     if not torch.cuda.is_available():
         raise BackendUnavailableError(
             "tuning measures on a GPU, and torch sees none here",
             hint="--prune-only sm_90 lists what would be measured, without a GPU",
         )
+    from mxfp4.kernels.triton.configs import Regime
+    from mxfp4.kernels.triton.tuner import tune as measure
+    from mxfp4.kernels.tuning import cache_path, store
+
     chosen = tuple(Regime(name) for name in regimes) or tuple(Regime)
     found, rows_of_report = {}, []
     for rows, columns in sizes:

@@ -28,8 +28,8 @@ GPU_SWITCH = "MXFP4_VLLM_GPU"
 @cache
 def register() -> None:
     """Register the kernel with vLLM; more than one call does no harm."""
-    from vllm.model_executor.kernels.linear import register_linear_kernel
-    from vllm.platforms import PlatformEnum
+    from vllm.model_executor.kernels.linear import register_linear_kernel  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import PlatformEnum  # pyright: ignore[reportMissingImports]
 
     register_linear_kernel(kernel_class(), PlatformEnum.CPU, "mxfp4")
     if os.environ.get(GPU_SWITCH) == "1":
@@ -40,8 +40,8 @@ def register() -> None:
 @cache
 def kernel_class() -> type[Any]:
     """The kernel; made on demand because its base class comes from vLLM."""
-    from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+    from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic  # pyright: ignore[reportMissingImports]
 
     class Mxfp4PluginLinearKernel(MxFp4LinearKernel):  # type: ignore[misc]
         """Weight-only: activations stay as they are, like in vLLM's Marlin kernel."""

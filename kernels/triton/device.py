@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 
 from mxfp4.errors import BackendUnavailableError
 from mxfp4.kernels.triton.configs import TABLES
 
-INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+INTERPRET: bool = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are defined."""
 
 INTERPRETED_ARCHITECTURE = "sm_90"

@@ -267,7 +267,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("step", choices=["tokens", "calibrate", "evaluate", "table"])
     parser.add_argument("--text", type=Path, default=Path())
     parser.add_argument("--work", type=Path, default=Path())

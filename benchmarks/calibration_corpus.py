@@ -145,7 +145,7 @@ def unpack(packages: Iterable[str], folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--unpacked", type=Path, help="where the packages are or go")
     options = parser.parse_args()

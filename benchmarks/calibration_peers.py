@@ -26,10 +26,10 @@ ROUTERS = "re:.*mlp.gate$"
 
 def compressor(model: Any, tokens: torch.Tensor, method: str) -> None:
     """llm-compressor at MXFP4A16: "rtn" or "gptq"."""
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from llmcompressor import oneshot  # pyright: ignore[reportMissingImports]
+    from llmcompressor.modifiers.gptq import GPTQModifier  # pyright: ignore[reportMissingImports]
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # pyright: ignore[reportMissingImports]
 
     kind = GPTQModifier if method == "gptq" else QuantizationModifier
     recipe = kind(targets="Linear", scheme="MXFP4A16", ignore=["lm_head", ROUTERS])
@@ -44,7 +44,7 @@ def compressor(model: Any, tokens: torch.Tensor, method: str) -> None:
 
 def auto_round(model: Any, tokens: torch.Tensor, folder: Path, out: Path, iterations: int) -> None:
     """AutoRound with MXFP4 weights and 16-bit activations."""
-    from auto_round import AutoRound
+    from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
 
     routed = (getattr(model.config, "num_experts", 0) or 0) > 1
     rounder = AutoRound(
@@ -84,7 +84,7 @@ PEERS: Mapping[str, Callable[[Any, torch.Tensor, Path, Path], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tool", choices=sorted(PEERS))
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import GGUFReader, dequantize  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file
 
 NAMES = {
@@ -72,7 +72,7 @@ def config_of(field: dict[str, Any], vocabulary: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("gguf", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()

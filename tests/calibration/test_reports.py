@@ -17,6 +17,7 @@ from mxfp4.converters.checkpoint import open_checkpoint
 from mxfp4.converters.convert import convert
 from mxfp4.converters.planning import make_plan
 from mxfp4.converters.recipe import Level, Recipe
+from mxfp4.converters.roles import Role
 from mxfp4.errors import RecipeError
 
 LINEAR = Recipe(level=Level.LINEAR)
@@ -75,7 +76,8 @@ def test_a_model_equals_itself(tiny_moe, few_samples):
 
 
 def test_changed_routers_are_found_and_named(tmp_path, tiny_moe, few_samples):
-    forced = Recipe(level=Level.LINEAR, quantize=("*.mlp.gate",), force_roles=frozenset({"router"}))
+    roles = frozenset({Role.ROUTER})
+    forced = Recipe(level=Level.LINEAR, quantize=("*.mlp.gate",), force_roles=roles)
     convert(tiny_moe, tmp_path / "out", forced)
     report = check_routers(tiny_moe, tmp_path / "out", few_samples)
     changed = report.to_json()["summary"]["protected_changed"]

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ DEFAULT_SLAB_BYTES = 4 << 20
 """Source bytes a worker holds at a time: small enough to stay in a core's cache."""
 
 _READ_AHEAD_BYTES = 32 << 20
-_BITS: dict[str, npt.DTypeLike] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+_BITS: dict[str, Any] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 

@@ -114,8 +114,8 @@ def gguf_to_rows(blocks: Bytes) -> tuple[Bytes, Bytes]:
     rows, row_bytes = blocks.shape
     split = blocks.reshape(rows, row_bytes // GGUF_BLOCK_BYTES, GGUF_BLOCK_BYTES)
     payload = split[:, :, 1:]
-    halves = np.concatenate([payload & 15, payload >> 4], axis=2)
-    codes = (halves[:, :, 0::2] | (halves[:, :, 1::2] << 4)).reshape(rows, -1)
+    halves = np.concatenate([payload & np.uint8(15), payload >> np.uint8(4)], axis=2)
+    codes = (halves[:, :, 0::2] | (halves[:, :, 1::2] << np.uint8(4))).reshape(rows, -1)
     return np.ascontiguousarray(codes), np.ascontiguousarray(split[:, :, 0])
 
 

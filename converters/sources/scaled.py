@@ -56,7 +56,8 @@ def float_bits(raw: Bytes, dtype: str) -> Floats:
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "F16":
         return raw.view(np.float16).astype(np.float32)
-    return raw.view(np.float32)
+    values: Floats = raw.view(np.float32)
+    return values
 
 
 SCALE_DTYPES = frozenset({"U8", "F8_E8M0", "F8_E4M3", "BF16", "F16", "F32"})
@@ -78,7 +79,8 @@ def block_scales(source: Source, fetch: Fetch, rows: Rows) -> Floats:
     low, high = (int(wanted[0]), int(wanted[-1]) + 1) if rows.count else (0, 0)
     row_bytes = grid_columns * DTYPE_BITS[part.info.dtype] // 8
     raw = fetch(part, row_bytes, Rows(low, high - low))
-    return float_bits(raw, part.info.dtype)[wanted - low]
+    scales: Floats = float_bits(raw, part.info.dtype)[wanted - low]
+    return scales
 
 
 def _scaled(elements: Floats, scales: Floats, block_columns: int) -> Floats:

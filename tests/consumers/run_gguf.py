@@ -3,6 +3,8 @@
 run_gguf.py FOLDER OUTPUT.npz prints the number of modules.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import json
 import sys
 from pathlib import Path

@@ -3,6 +3,8 @@
 run_mlx.py FOLDER OUTPUT.npz TOKENS prints the number of quantized modules.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
 import json
 import sys
 from pathlib import Path

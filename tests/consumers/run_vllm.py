@@ -5,6 +5,8 @@ engine still reads names, shapes, shards and bytes with its own MXFP4 loader; on
 that of its unquantized experts, on weights decoded after loading.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import json
 import os
 import sys

@@ -1,5 +1,7 @@
 """The library that defines the layout decodes our output to the very bits we decode it to."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,9 @@
 """transformers loads gpt-oss in our packed form, and computes with the bits we decode it to."""
 
+# The stubs of transformers do not know what its loaders return.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +35,7 @@ def source(tmp_path_factory):
         initializer_range=0.2,
     )
     folder = tmp_path_factory.mktemp("gpt-oss") / "source"
-    model = GptOssForCausalLM(config).to(torch.bfloat16)
+    model = GptOssForCausalLM(config).to(dtype=torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)

@@ -1,5 +1,7 @@
 """transformers loads our output without a missing or unexpected key and computes with our bits."""
 
+# pyright: reportGeneralTypeIssues=false
+
 import json
 
 import numpy as np

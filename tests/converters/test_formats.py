@@ -158,7 +158,7 @@ def test_acceptance_rules(kind, moe_folder):
     (name, options, recipe), message = REMARKS[kind]
     plan = plan_conversion(moe_folder, recipe, OutputOptions(**options))
     assert any(message in remark for remark in engine_remarks(name, plan))
-    fitting = options_for("vllm", plan.checkpoint.config, OutputOptions())
+    fitting = options_for("vllm", plan.checkpoint.config or {}, OutputOptions())
     assert engine_remarks("vllm", plan_conversion(moe_folder, options=fitting)) == ()
 
 

@@ -119,7 +119,7 @@ def k3(builder, rng):
     def normal(*shape):
         return "BF16", builder.bf16(rng.normal(0, 0.05, shape))
 
-    tensors = {"language_model.model.embed_tokens.weight": normal(128, 128)}
+    tensors: dict[str, object] = {"language_model.model.embed_tokens.weight": normal(128, 128)}
     for layer in range(2):
         base = f"{K3}{layer}."
         tensors[base + "input_layernorm.weight"] = normal(128)

@@ -108,14 +108,14 @@ def calibrate(
         "data": samples.sha256,
     }
     with OutputFolder(Path(output)) as folder:
-        store = _open_store(folder, plan, settings, run)
-        walk = Walk(
-            plan, samples, store.folder, options.model, options.memory_bytes, on_layer, stop
-        )
-        calibrate_layers(walk, options.method, store)
+        store, finished = _open_store(folder, plan, settings, run)
+        if not finished:
+            walk = Walk(
+                plan, samples, store.folder, options.model, options.memory_bytes, on_layer, stop
+            )
+            calibrate_layers(walk, options.method, store)
     conversion = _write(source, output, recipe, output_options, run, store, progress, stop)
-    report = CalibrationReport(conversion, options.method, data_facts(samples), store.records)
-    return _finished(report, store)
+    return _report(conversion, options.method, data_facts(samples), store, finished)
 
 
 def calibrate_from(
@@ -142,11 +142,12 @@ def calibrate_from(
     facts = dict(statistics.facts)
     settings = {"plan": plan.id, "method": options.to_json(), "statistics": facts}
     with OutputFolder(Path(output)) as folder:
-        store = _open_store(folder, plan, settings, run)
-        codes_from(plan, statistics, options, store, on_layer)
+        store, finished = _open_store(folder, plan, settings, run)
+        if not finished:
+            codes_from(plan, statistics, options, store, on_layer)
     event = stop or threading.Event()
     conversion = _write(source, output, recipe, output_options, run, store, progress, event)
-    return _finished(CalibrationReport(conversion, options, facts, store.records), store)
+    return _report(conversion, options, facts, store, finished)
 
 
 def collect_statistics(
@@ -213,10 +214,24 @@ def data_facts(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _finished(report: CalibrationReport, store: CodeStore) -> CalibrationReport:
-    """Write the report beside the checkpoint and let the stored codes go."""
+def _report(
+    conversion: ConversionReport,
+    options: MethodOptions,
+    data: Mapping[str, Any],
+    store: CodeStore,
+    finished: bool,
+) -> CalibrationReport:
+    """Write the report beside the checkpoint and let the stored codes go.
+
+    When an earlier run had `finished` the checkpoint, the facts of layers are those in its report.
+    """
+    layers = store.records
+    path = conversion.output / REPORT_NAME
+    if finished and not layers and path.is_file():
+        layers = json.loads(path.read_bytes())["layers"]
+    report = CalibrationReport(conversion, options, data, layers)
     text = json.dumps(report.to_json(), indent=2) + "\n"
-    (report.conversion.output / REPORT_NAME).write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     store.remove()
     return report
 
@@ -236,12 +251,16 @@ def _planned(
 
 def _open_store(
     folder: OutputFolder, plan: Plan, settings: Mapping[str, Any], run: RunOptions
-) -> CodeStore:
-    """The store in an output folder, after the checks that the conversion would make."""
+) -> tuple[CodeStore, bool]:
+    """The store in an output folder, after the checks that the conversion would make.
+
+    Also tells whether every shard of the output is there already.
+    """
     store = CodeStore(folder.state / STORE, settings, overwrite=run.overwrite)
     planned = replace(plan, codes=store.identity)
     folder.adopt(planned, owned_files(planned), overwrite=run.overwrite)
-    return store
+    shards = [folder.finished(planned.id, shard.name) for shard in planned.shards]
+    return store, all(record is not None for record in shards)
 
 
 def _write(

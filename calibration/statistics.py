@@ -30,7 +30,7 @@ from mxfp4.calibration.streaming.capture import (
 from mxfp4.calibration.streaming.layout import Slot
 from mxfp4.calibration.streaming.parts import BankPart, LinearPart
 from mxfp4.calibration.streaming.walk import Visit, Walk
-from mxfp4.converters.plan import Plan, Task
+from mxfp4.converters.plan import Plan, Task, Treatment
 from mxfp4.converters.reader import ShardReader, SlabBuffer
 from mxfp4.errors import CorruptCheckpointError, OutputExistsError, TensorNotFoundError
 from mxfp4.kernels.fallback import float_values
@@ -154,7 +154,7 @@ def codes_from(
     by_layer: dict[int, list[Task]] = {}
     for shard in plan.shards:
         for task in shard.tasks:
-            if task.module is not None:
+            if task.module is not None and task.treatment is Treatment.QUANTIZE:
                 if task.module not in statistics.modules:
                     raise TensorNotFoundError(
                         "the statistics have no moments for this module",

@@ -28,6 +28,7 @@ def manifest(plan: Plan, records: Sequence[ShardRecord]) -> dict[str, Any]:
         "format": MANIFEST_FORMAT,
         "mxfp4": __version__,
         "codec": CODEC_ID,
+        **({"codes": plan.codes} if plan.codes else {}),
         "plan": plan.id,
         "recipe": plan.recipe.to_json(),
         "level": str(plan.level),

@@ -335,6 +335,12 @@ def _check_against(
     # The plan says how each tensor would be cut; what the output really did with it (kept, after
     # all, because of a NaN, say) is read off the output's own tensors.
     plan = make_plan(original, recipe, OutputOptions(format=layout.name))
+    if described.get("codes"):
+        plan = replace(plan, codes=str(described["codes"]))
+        result.notes.append(
+            "codes were chosen by calibration: names, shapes and kept tensors were compared, codes "
+            "were not"
+        )
     comparer = _Comparer(plan, output, default_quantizer(recipe), result, on_bytes)
     for shard in plan.shards:
         comparer.compare_shard(shard)
@@ -447,6 +453,8 @@ class _Comparer:
             self._result.add(task.module, f"quantized, but its source {error.message}")
             return
         if task.treatment is Treatment.QUANTIZE:
+            if self._plan.codes:
+                return
             self._result.statistics += statistics
             self._result.modules.append((task.module, statistics.relative_l2))
         if differing:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxfp4.converters.plan import Plan, Task
+from mxfp4.converters.plan import Plan, Task, Treatment
 from mxfp4.converters.planning import module_of
 from mxfp4.converters.reader import MatrixView
 from mxfp4.errors import TensorNotFoundError, UnsupportedFormatError
@@ -63,7 +63,7 @@ class Layout:
         tasks: dict[str, list[Task]] = {}
         for shard in plan.shards:
             for task in shard.tasks:
-                if task.module is not None:
+                if task.treatment is Treatment.QUANTIZE:
                     tasks.setdefault(task.stored.info.name, []).append(task)
         names = {tensor.info.name for tensor in plan.tensors}
         return cls(names, {name: tuple(found) for name, found in tasks.items()})

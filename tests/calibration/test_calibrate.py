@@ -24,6 +24,7 @@ from mxfp4.calibration.streaming.weights import Weights
 from mxfp4.converters.checkpoint import open_checkpoint
 from mxfp4.converters.convert import convert
 from mxfp4.converters.recipe import Level, Recipe
+from mxfp4.converters.verify import verify
 from mxfp4.errors import (
     InterruptedConversionError,
     OutputExistsError,
@@ -146,6 +147,8 @@ def test_a_stopped_calibration_continues_to_the_same_bytes(
     for hashes in (whole, parts):
         del hashes["mxfp4_calibration.json"]  # names its own folder
     assert parts == whole
+    assert continued(small_moe, tmp_path / "out", small_samples) == []  # nothing is left to do
+    assert builder.hashes(tmp_path / "out")["mxfp4_manifest.json"] == whole["mxfp4_manifest.json"]
 
 
 def test_a_killed_calibration_continues_to_the_same_bytes(
@@ -232,6 +235,12 @@ def test_statistics_of_another_level_are_refused(tmp_path, small_moe, small_samp
         calibrate_from(small_moe, tmp_path / "out", found, LINEAR)
     with pytest.raises(OutputExistsError):
         collect_statistics(small_moe, tmp_path / "stats", small_samples)
+
+
+def test_verify_knows_calibrated_codes(small_moe, small):
+    result = verify(small, small_moe, deep=True)
+    assert result.ok, result.to_json()
+    assert any("calibration" in note for note in result.notes)
 
 
 def test_report_lists_every_choice(fine):

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,23 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def consumer():
-    """Runs `run_NAME.py ARGUMENTS...` in the environment NAME; returns what it prints as JSON."""
+def llama_converter():
+    """The folder with llama.cpp's converter."""
+    folder = HOME / "llama" / "source" / "vendor" / "llama.cpp"
+    if not (folder / "convert_hf_to_gguf.py").exists():
+        pytest.skip("no converter: tests/consumers/environments/make.sh llama fetches it")
+    return folder
 
-    def run(name, *arguments, **environment):
-        python = HOME / name / "bin" / "python"
+
+@pytest.fixture(scope="session")
+def consumer():
+    """Runs `run_NAME.py ARGUMENTS...` in the environment NAME; returns what it prints as JSON.
+
+    With `here`, it runs in the environment of the tests.
+    """
+
+    def run(name, *arguments, here=False, **environment):
+        python = Path(sys.executable) if here else HOME / name / "bin" / "python"
         if not python.exists():
             pytest.skip(f"no environment: tests/consumers/environments/make.sh {name} makes it")
         done = subprocess.run(

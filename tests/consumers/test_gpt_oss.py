@@ -79,3 +79,19 @@ def test_a_way_through_another_layout_comes_back_to_the_same_bytes(source, tmp_p
     names = list(builder.read(single))
     assert sum(name.endswith(".weight_packed") for name in names) == 2 * 4 * 3
     assert np.all([not name.endswith("_blocks") for name in names])
+
+
+@pytest.mark.consumer_llama
+def test_the_converter_of_llama_cpp_takes_it(source, tmp_path, builder, consumer, llama_converter):
+    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+    blocks = convert(packed, tmp_path / "blocks", options=OutputOptions(format="gguf-blocks"))
+    arguments = (packed, tmp_path / "model.gguf", tmp_path / "blocks.npz")
+    result = consumer("llama", llama_converter, *arguments, here=True)
+    assert result["mxfp4"] == 2 * 3
+    theirs, ours = np.load(tmp_path / "blocks.npz"), builder.read(blocks.output)
+    for layer in range(2):
+        for leaf in ("gate", "up", "down"):
+            stacked = theirs[f"blk.{layer}.ffn_{leaf}_exps.weight"]
+            for expert in range(4):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{leaf}_proj.weight_gguf"
+                assert stacked[expert].tobytes() == ours[name][2], name

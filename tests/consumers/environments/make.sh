@@ -22,4 +22,12 @@ if [ "$name" = vllm ]; then
     # Their PyPI builds are linked against another torch and break the imports of transformers.
     "$target/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
+if [ "$name" = llama ]; then
+    # Only the converter is used, which lies in the source archive; nothing is built.
+    "$target/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps \
+        --no-build-isolation --no-binary llama-cpp-python -d "$target" llama-cpp-python==0.3.36
+    mkdir "$target/source"
+    tar -xzf "$target"/llama_cpp_python-*.tar.gz -C "$target/source" --strip-components=1
+    rm "$target"/llama_cpp_python-*.tar.gz
+fi
 cp "$wanted" "$target/installed.txt"

@@ -24,8 +24,8 @@ from mxfp4.converters.collector import collector_paused
 from mxfp4.converters.executors import EXECUTORS, choose
 from mxfp4.converters.nonfinite import find_nonfinite
 from mxfp4.converters.output_config import output_config
-from mxfp4.converters.plan import OutputOptions, OutputShard, Plan
-from mxfp4.converters.planning import make_plan, require_convertible
+from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, Task
+from mxfp4.converters.planning import make_plan, require_convertible, same_work
 from mxfp4.converters.reader import DEFAULT_SLAB_BYTES
 from mxfp4.converters.recipe import Recipe
 from mxfp4.converters.report import MANIFEST_NAME, REPORT_NAME, manifest, markdown
@@ -120,22 +120,47 @@ def convert_several(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> list[ConversionReport]:
-    """Convert a checkpoint into several layouts from one read, each into a folder of its own.
+    """Convert a checkpoint into several layouts, each into a folder of its own.
 
-    The shards of all outputs hold the same modules; sizes and names follow the first. Raises
-    `RecipeError` for layouts that cut the checkpoint differently (one stacks experts, the other
-    does not), and whatever `convert` raises.
+    Layouts that cut the checkpoint into the same modules are written from one read: their shards
+    hold the same modules, with sizes and names of the first. A layout that stacks experts shares a
+    read only with its like; see `read_groups`. Raises whatever `convert` raises.
     """
     run, progress = run or RunOptions(), progress or Progress()
-    first = plan_conversion(source, recipe, outputs[0][0], run)
-    plans = [first]
-    for options, _ in outputs[1:]:
-        plans.append(plan_conversion(source, recipe, options, run, like=first))
     folders = [Path(folder) for _, folder in outputs]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise OutputError("two outputs share one folder", hint="give every output its own")
-    targets = list(zip(plans, folders, strict=True))
-    return _convert_all(targets, run, progress, quantizer, None, stop)
+    groups = read_groups(source, [options for options, _ in outputs], recipe, run)
+    found: dict[int, ConversionReport] = {}
+    for group in groups:
+        targets = [(plan, folders[number]) for number, plan in group.items()]
+        reports = _convert_all(targets, run, progress, quantizer, None, stop)
+        found.update(zip(group, reports, strict=True))
+    return [found[number] for number in range(len(outputs))]
+
+
+def read_groups(
+    source: str | Path,
+    options: Sequence[OutputOptions],
+    recipe: Recipe | None = None,
+    run: RunOptions | None = None,
+) -> list[dict[int, Plan]]:
+    """Plans for several layouts by their number, grouped by what one read can serve."""
+    groups: list[dict[int, Plan]] = []
+    for number, each in enumerate(options):
+        plan = plan_conversion(source, recipe, each, run)
+        for group in groups:
+            first = next(iter(group.values()))
+            if same_work(_tasks(plan), _tasks(first)):
+                group[number] = plan_conversion(source, recipe, each, run, like=first)
+                break
+        else:
+            groups.append({number: plan})
+    return groups
+
+
+def _tasks(plan: Plan) -> list[Task]:
+    return [task for shard in plan.shards for task in shard.tasks]
 
 
 def _convert_all(

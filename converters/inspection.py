@@ -9,14 +9,9 @@ from typing import Any
 
 from mxfp4.converters.checkpoint import Checkpoint, open_checkpoint
 from mxfp4.converters.roles import classify
-
-_FORMAT_MARKS = (
-    ("_blocks", "gpt-oss MXFP4 blocks"),
-    (".weight_packed", "compressed-tensors packed weights"),
-    (".weight_scale_inv", "FP8 with block scales"),
-    (".weight_scale", "weights with separate scales"),
-    (".scales", "MLX or GPTQ style scales"),
-)
+from mxfp4.converters.sources import STORAGES, Part, Source, SourceTensors, read_sources
+from mxfp4.converters.sources.types import PLAIN
+from mxfp4.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,13 @@ def inspect(folder: str | Path) -> Inspection:
     """Read the headers of a checkpoint; raises a `CheckpointError` if it cannot be opened."""
     checkpoint = open_checkpoint(folder, allow_missing_config=True)
     infos = checkpoint.tensors()
-    roles = classify(infos, checkpoint.config)
+    found, unreadable = _sources(checkpoint)
+    owner = {part.info.name: source.info.name for source in found.sources for part in source.parts}
+    values = [s.info if s.plain else s.info._replace(dtype="BF16") for s in found.sources]
+    judged = classify(values, checkpoint.config)
+    leftovers = [part.info for part in found.dropped]
+    roles = classify(leftovers, checkpoint.config) if leftovers else {}
+    roles |= {name: judged[logical] for name, logical in owner.items()}
     by_role: dict[tuple[str, str], Counter[str]] = {}
     by_dtype: dict[str, Counter[str]] = {}
     for info in infos:
@@ -60,7 +61,7 @@ def inspect(folder: str | Path) -> Inspection:
         folder=str(folder),
         model_type=config.get("model_type"),
         architectures=tuple(config.get("architectures") or ()),
-        storage=_storage(checkpoint),
+        storage=_storage(checkpoint, found),
         shard_count=len(checkpoint.shards),
         tensor_count=len(infos),
         parameter_count=sum(info.element_count for info in infos),
@@ -75,20 +76,45 @@ def inspect(folder: str | Path) -> Inspection:
             for dtype, counts in sorted(by_dtype.items(), key=lambda i: -i[1]["bytes"])
         ),
         quantization=None if quantization is None else dict(quantization),
-        problems=(*checkpoint.warnings, *_problems(checkpoint)),
+        problems=(*checkpoint.warnings, *_problems(checkpoint), *unreadable),
     )
 
 
-def _storage(checkpoint: Checkpoint) -> str:
+def _sources(checkpoint: Checkpoint) -> tuple[SourceTensors, tuple[str, ...]]:
+    """What the stored tensors mean; if they do not add up, every one by itself and the reason."""
+    try:
+        return read_sources(checkpoint), ()
+    except CheckpointError as error:
+        plain = tuple(
+            Source(PLAIN, stored.info, (Part(number, stored),))
+            for number, stored in checkpoint.located()
+        )
+        return SourceTensors(plain, ()), (f"{error.tensor}: {error.message}",)
+
+
+def _storage(checkpoint: Checkpoint, found: SourceTensors) -> str:
     """A phrase for how the weights are stored, from the tensors and not from the config's word."""
-    names = [tensor.name for tensor in checkpoint.tensors()]
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors())
-    for mark, phrase in _FORMAT_MARKS:
-        count = sum(1 for name in names if name.endswith(mark))
-        if count:
-            method = (checkpoint.quantization or {}).get("format")
-            return f"{phrase} ({count:,} modules{f', {method}' if method else ''})"
+    kinds = Counter(_kind(source) for source in found.sources if not source.plain)
+    if kinds:
+        method = (checkpoint.quantization or {}).get("format")
+        told = f", {method}" if method else ""
+        return "; ".join(f"{kind} ({n:,} modules{told})" for kind, n in kinds.most_common())
     return f"unquantized {dtypes.most_common(1)[0][0]}" if dtypes else "no tensors"
+
+
+def _kind(source: Source) -> str:
+    name = source.parts[0].info.name
+    if name.endswith("_blocks"):
+        return "gpt-oss MXFP4 blocks"
+    if source.storage == "mxfp4" and name.endswith(".weight_packed"):
+        return "compressed-tensors packed weights"
+    label = STORAGES[source.storage].label
+    if source.storage != "fp8":
+        return label
+    rows, columns = source.block
+    whole = (rows, columns) == source.info.shape[-2:]
+    return f"{label} {'per tensor' if whole else f'with scales of {rows} x {columns}'}"
 
 
 def _problems(checkpoint: Checkpoint) -> list[str]:

@@ -75,12 +75,21 @@ def test_several_layouts_resume_where_one_of_them_stopped(moe_folder, tmp_path, 
     assert [builder.hashes(folder) for _, folder in outputs] == expected
 
 
-def test_layouts_that_stack_differently_cannot_share_a_read(moe_folder, tmp_path):
-    outputs = [(OutputOptions(format=name), tmp_path / name) for name in ("quark", "mlx")]
-    with pytest.raises(RecipeError, match="do not cut this checkpoint into the same tensors"):
-        convert_several(moe_folder, outputs)
+def test_layouts_that_stack_experts_are_read_by_themselves(moe_folder, tmp_path, builder):
+    names = ("quark", "mlx", "compressed-tensors")
+    options = [OutputOptions(format=name) for name in names]
+    groups = engine.read_groups(moe_folder, options)
+    assert [list(group) for group in groups] == [[0, 2], [1]]
+    reports = convert_several(moe_folder, [(o, tmp_path / o.format) for o in options])
+    assert [report.output.name for report in reports] == list(names)
+    for each in options:
+        single = tmp_path / f"single-{each.format}"
+        convert(moe_folder, single, options=each)
+        assert builder.read(single) == builder.read(tmp_path / each.format)
     with pytest.raises(OutputError, match="share one folder"):
         convert_several(moe_folder, [(OutputOptions(), tmp_path / "a")] * 2)
+    with pytest.raises(RecipeError, match="do not cut this checkpoint into the same tensors"):
+        plan_conversion(moe_folder, options=options[1], like=reports[0].plan)
 
 
 def test_emit_and_for_write_one_folder_for_each_layout(moe_folder, tmp_path):

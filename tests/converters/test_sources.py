@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mxfp4.converters.convert import RunOptions, convert, plan_conversion
+from mxfp4.converters.inspection import inspect
 from mxfp4.converters.plan import OutputOptions
 from mxfp4.converters.recipe import Level, Recipe
 from mxfp4.converters.verify import verify
@@ -384,3 +385,29 @@ def test_nan_in_fp8_is_named_and_can_be_kept(tmp_path, builder):
         t.decision.reason for t in report.plan.tensors if t.info.name.endswith("down_proj.weight")
     ]
     assert "1 NaN or infinite value(s), first at [3, 7]" in reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "phrase"),
+    [
+        ("128x128", "FP8 with scales of 128 x 128 (3 modules)"),
+        ("per tensor", "FP8 per tensor (3 modules)"),
+        ("INT4", "INT4 (3 modules)"),
+        ("NVFP4 ModelOpt", "NVFP4 (3 modules)"),
+    ],
+)
+def test_inspection_tells_what_is_stored(kind, phrase, tmp_path, builder):
+    make, options = OTHERS.get(kind, (fp8, FP8_KINDS.get(kind)))
+    folder, _ = write(builder, tmp_path / "s", make, {"quant_method": "any"}, **options)
+    found = inspect(folder)
+    assert found.storage == phrase
+    assert found.problems == ()
+    # Companions count for the role of their weight.
+    parts = 3 if "NVFP4" in kind else 2
+    assert sum(row["tensors"] for row in found.by_role if row["role"] == "mlp") == 3 * parts
+
+
+def test_inspection_names_what_does_not_add_up(tmp_path, builder):
+    tensors, message = WRONG["FP8 without scale"]
+    folder = builder.write(tmp_path / "s", [{**kept(builder), **tensors}], CONFIG)
+    assert any(message in problem for problem in inspect(folder).problems)

@@ -128,9 +128,7 @@ def convert(
                 [(target.options, target.folder(output, targets)) for target in targets],
                 recipe,
                 run,
-                progress=_progress(
-                    meter, log, targets[0], silent=quiet or as_json, verbose=verbose
-                ),
+                progress=_progress(meter, log, targets, silent=quiet or as_json, verbose=verbose),
             )
         except BaseException as error:
             log("error", type=type(error).__name__, message=str(error))
@@ -162,20 +160,24 @@ def _dry_run(made: list[Plan], targets: list[Target], as_json: bool, quiet: bool
 
 
 def _progress(
-    meter: Meter, log: EventLog, target: Target, *, silent: bool, verbose: int
+    meter: Meter, log: EventLog, targets: list[Target], *, silent: bool, verbose: int
 ) -> Progress:
     from mxfp4.converters.convert import Progress
 
     say = speaker(silent, False)
 
     def on_plan(made: Plan, total: int, done: int) -> None:
+        target = next(t for t in targets if t.options.format == made.options.format)
         if not silent:
+            if target is not targets[0]:
+                click.echo(f"\nnote     {made.options.format} needs a read of its own")
             show_plan(made)
             show_remarks(target, made)
             click.echo("")
         log("plan", plan=made.id, **made.totals)
         for warning in made.warnings:
             log("warning", message=warning)
+        meter.close()
         meter.start(total, done)
 
     def on_shard(record: ShardRecord) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,8 +187,7 @@ def _convert_all(
             if any(folder.finished(each.id, unit.name) is None for each, folder in pairs)
         ]
         names = {unit.name for unit in todo}
-        for each, folder in pairs:
-            _require_space(folder, each, [unit for unit in each.shards if unit.name in names])
+        _require_space(pairs, names)
         total = sum(map(_source_bytes, plan.shards))
         progress.on_plan(plan, total, total - sum(map(_source_bytes, todo)))
         work = Work(
@@ -300,18 +299,24 @@ def _copy_companion(folder: OutputFolder, source: Path, name: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _require_space(folder: OutputFolder, plan: Plan, todo: list[OutputShard]) -> None:
-    if not todo:
-        return
-    companions = sum((plan.checkpoint.folder / name).stat().st_size for name in plan.companions)
-    needed = sum(shard.byte_count for shard in todo) + companions + _SPARE_BYTES
-    free = shutil.disk_usage(folder.path).free
-    if free < needed:
-        raise NoSpaceError(
-            f"the output needs {needed:,} more bytes, the disk has {free:,} free",
-            file=str(folder.path),
-            hint="free some space or choose another disk; finished shards are kept",
-        )
+def _require_space(pairs: Sequence[tuple[Plan, OutputFolder]], units: Collection[str]) -> None:
+    """Refuse to begin on a disk that is too small for all outputs that lie on it."""
+    needs: dict[int, int] = {}
+    for plan, folder in pairs:
+        todo = [shard.byte_count for shard in plan.shards if shard.name in units]
+        if not todo:
+            continue
+        source = plan.checkpoint.folder
+        companions = sum((source / name).stat().st_size for name in plan.companions)
+        disk = os.stat(folder.path).st_dev
+        needs[disk] = needs.get(disk, 0) + sum(todo) + companions + _SPARE_BYTES
+        free = shutil.disk_usage(folder.path).free
+        if free < needs[disk]:
+            raise NoSpaceError(
+                f"the output needs {needs[disk]:,} more bytes, the disk has {free:,} free",
+                file=str(folder.path),
+                hint="free some space or choose another disk; finished shards are kept",
+            )
 
 
 def _source_bytes(shard: OutputShard) -> int:

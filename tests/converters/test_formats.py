@@ -97,6 +97,10 @@ def test_emit_and_for_write_one_folder_for_each_layout(moe_folder, tmp_path):
     assert result.exit_code == 0, result.output
     for name in ("compressed-tensors", "mimo"):
         assert verify(tmp_path / "a" / name, moe_folder, deep=True).ok
+    result = run("convert", moe_folder, tmp_path / "d", "--for", "vllm", "--for", "mlx")
+    assert result.exit_code == 0, result.output
+    assert "mlx needs a read of its own" in result.output
+    assert verify(tmp_path / "d" / "mlx", moe_folder, deep=True).ok
     result = run("convert", moe_folder, tmp_path / "b", "--for", "vllm", "--for", "sglang")
     assert result.exit_code == 0, result.output
     assert "vllm takes the layout compressed-tensors" in result.output

@@ -11,12 +11,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
 import mxfp4
 
+# Triton reads this when it is first imported, by whichever test comes first; not by the above.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).parent.parent
+# Where a run decides about a change, it must not depend on luck; elsewhere examples stay random.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
+
 NUMPY_DTYPES = {"BF16": "u2", "F16": "u2", "F32": "f4", "U8": "u1", "I8": "i1", "I64": "i8"}
 
 

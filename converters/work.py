@@ -140,7 +140,11 @@ def same_shard(plan: Plan, unit: OutputShard) -> OutputShard:
 
 
 def peak_worker_bytes(slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
-    """Upper bound of what a worker holds: slabs of BF16 with their codes, and the spool twice."""
+    """Upper bound of what a worker holds: slabs of BF16 with their codes, and the spool twice.
+
+    The layout `fp8` holds a few bands of 128 rows more, the BF16 form of gpt-oss the packed codes
+    of one expert.
+    """
     return (_PIECES_AHEAD + 2) * (slab_bytes + slab_bytes // 3) + 2 * SPOOL_BYTES
 
 

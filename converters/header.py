@@ -7,6 +7,7 @@ reference silently keeps the last one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -55,7 +56,13 @@ class TensorInfo(NamedTuple):
     @property
     def byte_count(self) -> int:
         """Bytes of the data, which a checked header makes whole."""
-        return self.element_count * DTYPE_BITS[self.dtype] // 8
+        return _byte_count(self.dtype, self.shape)
+
+
+@functools.lru_cache(maxsize=65536)
+def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
+    """Cached: a checkpoint has hundreds of thousands of tensors and a few dozen shapes."""
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 class StoredTensor(NamedTuple):

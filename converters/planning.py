@@ -128,8 +128,11 @@ def _fill_shards(
     """Group tasks into output files; a module's codes and scales are one task and never part."""
     groups: list[list[Task]] = [[]]
     sizes = [0]
+    names_seen = _Names()
     for task in tasks:
-        task_bytes = task.byte_count(layout)
+        outputs = task.outputs(layout)
+        names_seen.claim(task, outputs)
+        task_bytes = sum([info.byte_count for info in outputs])
         if options.layout == "same":
             full = bool(groups[-1]) and task.shard != groups[-1][-1].shard
         else:
@@ -145,7 +148,6 @@ def _fill_shards(
     else:
         total = len(groups)
         names = [f"model-{n + 1:05d}-of-{total:05d}.safetensors" for n in range(total)]
-    _require_unique(groups, layout)
     return tuple(
         OutputShard(name, tuple(group), size)
         for name, group, size in zip(names, groups, sizes, strict=True)
@@ -163,13 +165,14 @@ def _same_shards(
             "the same tensors, so they cannot be written from one read",
             hint="convert into each of them by itself",
         )
-    shards, start = [], 0
+    shards, start, names_seen = [], 0, _Names()
     for shard in like.shards:
         group = tuple(tasks[start : start + len(shard.tasks)])
         size = sum(task.byte_count(layout) for task in group)
+        for task in group:
+            names_seen.claim(task, task.outputs(layout))
         shards.append(OutputShard(shard.name, group, size))
         start += len(group)
-    _require_unique([shard.tasks for shard in shards], layout)
     return tuple(shards)
 
 
@@ -194,19 +197,23 @@ def bytes_after(tensor: PlannedTensor, plan: Plan) -> int:
     return sum(info.byte_count for info in plan.format.tensors("", (rows, columns)))
 
 
-def _require_unique(groups: Sequence[Sequence[Task]], layout: OutputFormat) -> None:
-    seen: dict[str, str] = {}
-    for group in groups:
-        for task in group:
-            for info in task.outputs(layout):
-                if info.name in seen:
-                    raise CorruptCheckpointError(
-                        f"the output would hold this name twice: from {seen[info.name]} "
-                        f"and from {task.stored.info.name}",
-                        tensor=info.name,
-                        hint="keep one of the two with --keep",
-                    )
-                seen[info.name] = task.stored.info.name
+class _Names:
+    """The names of the output so far, each with the source tensor that it comes from."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, str] = {}
+
+    def claim(self, task: Task, outputs: Sequence[TensorInfo]) -> None:
+        """Take the names of a task; raises `CorruptCheckpointError` for one that is taken."""
+        source = task.stored.info.name
+        for info in outputs:
+            other = self._sources.setdefault(info.name, source)
+            if other is not source:
+                raise CorruptCheckpointError(
+                    f"the output would hold this name twice: from {other} and from {source}",
+                    tensor=info.name,
+                    hint="keep one of the two with --keep",
+                )
 
 
 def _ignore(plan: Plan) -> tuple[str, ...]:

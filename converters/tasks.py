@@ -156,11 +156,10 @@ def _module_task(tensor: PlannedTensor) -> Task:
         return Task(
             tensor.treatment, source, module, (columns, rows), (Matrix(source, module, view),)
         )
-    views = [
-        MatrixView(rows, columns, number * rows * columns, columns, 1)
+    matrices = tuple(
+        Matrix(source, module, MatrixView(rows, columns, number * rows * columns, columns, 1))
         for number in range(math.prod(shape[:-2]))
-    ]
-    matrices = tuple(Matrix(source, module, view) for view in views)
+    )
     return Task(tensor.treatment, source, module, shape, matrices)
 
 

@@ -51,7 +51,7 @@ class Source:
     @property
     def byte_count(self) -> int:
         """Bytes of all stored tensors of this source."""
-        return sum(part.info.byte_count for part in self.parts)
+        return sum([part.stored.info.byte_count for part in self.parts])
 
     @property
     def plain(self) -> bool:

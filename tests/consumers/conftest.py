@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 HOME = Path(os.environ.get("MXFP4_CONSUMERS", Path.home() / ".cache" / "mxfp4-consumers"))
 HERE = Path(__file__).parent
 
@@ -43,3 +45,30 @@ def consumer():
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory):
+    """A random gpt-oss in BF16, saved by transformers; width and depth differ on purpose."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("gpt-oss") / "source"
+    model = GptOssForCausalLM(config).to(dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder

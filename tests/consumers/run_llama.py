@@ -12,13 +12,14 @@ import runpy
 import sys
 from pathlib import Path
 
-converter, folder, output, arrays = sys.argv[1:]
-sys.path[:0] = [str(Path(converter) / "gguf-py"), converter]
+sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, str(Path(sys.argv[1]) / "gguf-py"))
 
 import gguf
 import numpy as np
 from conversion.gpt_oss import GptOssModel
 
+converter, folder, output, arrays = sys.argv[1:]
 GptOssModel.set_vocab = lambda self: None  # type: ignore[method-assign]
 sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", output, "--outtype", "bf16"]
 runpy.run_path(str(Path(converter) / "convert_hf_to_gguf.py"), run_name="__main__")

@@ -7,7 +7,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from mxfp4.converters.convert import convert
 from mxfp4.converters.plan import OutputOptions
@@ -16,30 +16,6 @@ from mxfp4.converters.plan import OutputOptions
 pytestmark = [pytest.mark.consumer_transformers, pytest.mark.filterwarnings("default")]
 
 TOKENS = torch.tensor([[5, 17, 99, 3, 42, 7, 64, 21]])
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A random gpt-oss in BF16, saved by transformers; width and depth differ on purpose."""
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("gpt-oss") / "source"
-    model = GptOssForCausalLM(config).to(dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
 
 
 def load(folder, **options):
@@ -56,8 +32,8 @@ def logits(model):
         return model(TOKENS).logits.float()
 
 
-def test_packed_and_decoded_give_the_same_logits(source, tmp_path):
-    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+def test_packed_and_decoded_give_the_same_logits(gpt_oss, tmp_path):
+    packed = convert(gpt_oss, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
     plain = convert(packed, tmp_path / "plain", options=OutputOptions(format="bf16")).output
     first = load(packed, quantization_config=Mxfp4Config(dequantize=True))
     second = load(plain)
@@ -66,13 +42,13 @@ def test_packed_and_decoded_give_the_same_logits(source, tmp_path):
     ):
         assert torch.equal(ours, theirs), name
     assert torch.equal(logits(first), logits(second))
-    before = logits(load(source))
+    before = logits(load(gpt_oss))
     cosine = torch.cosine_similarity(before.flatten(), logits(second).flatten(), dim=0).item()
     assert 0.9 < cosine < 1.0
 
 
-def test_a_way_through_another_layout_comes_back_to_the_same_bytes(source, tmp_path, builder):
-    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+def test_a_way_through_another_layout_comes_back_to_the_same_bytes(gpt_oss, tmp_path, builder):
+    packed = convert(gpt_oss, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
     single = convert(packed, tmp_path / "single").output
     again = convert(single, tmp_path / "again", options=OutputOptions(format="gpt-oss")).output
     assert builder.read(again) == builder.read(packed)
@@ -82,8 +58,8 @@ def test_a_way_through_another_layout_comes_back_to_the_same_bytes(source, tmp_p
 
 
 @pytest.mark.consumer_llama
-def test_the_converter_of_llama_cpp_takes_it(source, tmp_path, builder, consumer, llama_converter):
-    packed = convert(source, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+def test_the_converter_of_llama_cpp_takes_it(gpt_oss, tmp_path, builder, consumer, llama_converter):
+    packed = convert(gpt_oss, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
     blocks = convert(packed, tmp_path / "blocks", options=OutputOptions(format="gguf-blocks"))
     arguments = (packed, tmp_path / "model.gguf", tmp_path / "blocks.npz")
     result = consumer("llama", llama_converter, *arguments, here=True)

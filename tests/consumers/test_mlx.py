@@ -8,6 +8,7 @@ import pytest
 from mxfp4.converters.convert import convert
 from mxfp4.converters.plan import OutputOptions
 from mxfp4.converters.recipe import Level, Recipe
+from mxfp4.kernels.rows import decode_rows
 
 pytestmark = pytest.mark.consumer_mlx
 
@@ -58,3 +59,30 @@ def test_logits_are_those_of_the_decoded_checkpoint(level, source, tmp_path, con
     assert np.allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
     best = [arrays["logits"].argmax(-1) for arrays in (found, expected)]
     assert np.array_equal(*best)
+
+
+@pytest.mark.filterwarnings("default")
+def test_gpt_oss_is_split_into_the_same_experts(gpt_oss, tmp_path, consumer, builder):
+    """mlx-lm undoes the interleaving of gate and up; it does not load gpt-oss in BF16 at all."""
+    packed = convert(gpt_oss, tmp_path / "packed", options=OutputOptions(format="gpt-oss")).output
+    path = packed / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    path.write_text(json.dumps(config))
+    result = consumer("mlx", packed, tmp_path / "found.npz", json.dumps(TOKENS))
+    assert result["modules"] == 2 * 3
+    found = np.load(tmp_path / "found.npz")
+    single = convert(packed, tmp_path / "single").output
+    tensors = builder.read(single)
+    for layer in range(2):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            base = f"model.layers.{layer}.mlp.experts."
+            for expert, weight in enumerate(found[base + leaf]):
+                codes, scales = (
+                    np.frombuffer(raw, np.uint8).reshape(shape)
+                    for _, shape, raw in (
+                        tensors[f"{base}{expert}.{leaf}.weight_{part}"]
+                        for part in ("packed", "scale")
+                    )
+                )
+                assert np.array_equal(weight, decode_rows(codes, scales, "F32")), (leaf, expert)

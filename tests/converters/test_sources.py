@@ -327,6 +327,13 @@ WRONG = {
         },
         "both hold this weight",
     ),
+    "INT8": (
+        {
+            f"{GATE}.weight": ("I8", np.zeros((64, 64), np.int8)),
+            f"{GATE}.weight_scale": ("F32", np.ones((64, 1), np.float32)),
+        },
+        "is no layout that is read here",
+    ),
     "GPTQ": (
         {f"{GATE}.qweight": ("I32", np.zeros((8, 64), np.int32))},
         "GPTQ or AWQ weights are not read",

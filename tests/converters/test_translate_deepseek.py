@@ -44,7 +44,7 @@ def tensors_of(builder):
     def fp8(rows, columns):
         return "F8_E4M3", rng.integers(0, 0x7F, (rows, columns), dtype=np.uint8)
 
-    tensors = {"embed.weight": normal(64, HIDDEN), "norm.weight": normal(HIDDEN)}
+    tensors: dict[str, object] = {"embed.weight": normal(64, HIDDEN), "norm.weight": normal(HIDDEN)}
     for prefix in ("layers.0.", "layers.1.", "mtp.0."):
         tensors[prefix + "attn_norm.weight"] = normal(HIDDEN)
         for name, shape in (("wq_a", (128, HIDDEN)), ("wo_b", (HIDDEN, 128))):

@@ -28,7 +28,7 @@ _FLOATS = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
 _PACKED_LEAVES = (".weight", ".weight_packed", "_blocks", mxfp4.GGUF_LEAF, ".qweight")
 _SCALE_LEAVES = ("_scale", ".scale", "_scales", ".scales", "_scale_inv", "_scale_2")
 """Names that are never a weight; half of the tensors of a packed checkpoint have one."""
-_SCALE_LEAVES = ("weight_scale", "weight_scale_inv", "scale", "scales")
+_SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scales")
 _PACKED_DTYPES = frozenset({"U8", "I8", "U32", "I32", "F4"})
 
 LEFTOVER_LEAVES = frozenset(
@@ -147,7 +147,7 @@ def _refuse_unreadable(info: TensorInfo, parts: Mapping[str, Part]) -> None:
     packed = info.dtype in _PACKED_DTYPES and len(info.shape) >= 2
     if not packed or not info.name.endswith(_PACKED_LEAVES):
         return
-    scale = next((parts[n] for end in _SCALE_LEAVES if (n := f"{base}.{end}") in parts), None)
+    scale = next((parts[n] for end in _SCALE_NAMES if (n := f"{base}.{end}") in parts), None)
     if scale is not None:
         raise UnsupportedFormatError(
             f"{info.dtype} {list(info.shape)} with {scale.info.name} {scale.info.dtype} "

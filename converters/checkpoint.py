@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mxfp4.converters.header import Header, StoredTensor, TensorInfo, read_header
+from mxfp4.converters.header import (
+    Header,
+    StoredTensor,
+    TensorInfo,
+    parse_header,
+    read_header,
+    read_raw_header,
+)
 from mxfp4.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -149,8 +156,7 @@ def open_checkpoint(folder: str | Path, *, allow_missing_config: bool = False) -
         else sorted(set(weight_map.values()))
     )
     _require_present(folder, names)
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        shards = tuple(pool.map(lambda name: _open_shard(folder, name), names))
+    shards = tuple(_open_shards(folder, names))
     _check_tensors(shards, weight_map)
     companions, other = _companions(folder, warnings)
     beside = sorted(set(present) - set(names))
@@ -286,10 +292,17 @@ def _require_present(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def _open_shard(folder: Path, name: str) -> SourceShard:
-    path = folder / name
-    identity = FileIdentity.of(path)
-    return SourceShard(name, path, identity, read_header(path))
+def _open_shards(folder: Path, names: Iterable[str]) -> Iterator[SourceShard]:
+    """Wait for many files at a time, but parse in one thread: parsing holds the GIL."""
+
+    def fetch(name: str) -> tuple[str, Path, FileIdentity, bytes, int]:
+        path = folder / name
+        identity = FileIdentity.of(path)
+        return name, path, identity, *read_raw_header(path)
+
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        for name, path, identity, raw, size in pool.map(fetch, names):
+            yield SourceShard(name, path, identity, parse_header(raw, size, path))
 
 
 def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] | None) -> None:

@@ -88,6 +88,12 @@ def read_header(path: Path) -> Header:
     Raises `CorruptCheckpointError` for anything that the reference loader refuses, for duplicate
     names, and for a file whose size differs from what the header covers.
     """
+    raw, size = read_raw_header(path)
+    return parse_header(raw, size, path)
+
+
+def read_raw_header(path: Path) -> tuple[bytes, int]:
+    """The JSON of a header, not yet parsed, and the size of its file."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         head = os.pread(file.fileno(), _FIRST_READ_BYTES, 0)
@@ -101,7 +107,7 @@ def read_header(path: Path) -> Header:
             if not more:
                 raise _corrupt(path, "the file ends inside its header")
             head += more
-    return parse_header(head[_LENGTH.size : _LENGTH.size + length], size, path)
+    return head[_LENGTH.size : _LENGTH.size + length], size
 
 
 def parse_header(raw: bytes, file_size: int, path: Path) -> Header:

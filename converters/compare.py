@@ -14,9 +14,7 @@ from mxfp4.converters.bands import Quantizer, bands_of
 from mxfp4.converters.checkpoint import Checkpoint, open_checkpoint
 from mxfp4.converters.convert import default_quantizer
 from mxfp4.converters.findings import Verification
-from mxfp4.converters.formats import (
-    OutputFormat,
-)
+from mxfp4.converters.formats import OutputFormat
 from mxfp4.converters.header import StoredTensor, TensorInfo
 from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, Task, Treatment
 from mxfp4.converters.planning import make_plan

@@ -39,9 +39,8 @@ def test_what_was_quantized_quantizes_to_itself(
 
 
 def test_a_maximum_on_a_tie_that_falls_is_stored_with_a_lower_scale_the_second_time() -> None:
-    options = {"rule": "even", "ties": "zero"}
-    t = mxfp4.quantize(torch.full((32,), 3.5), **options)
-    again = mxfp4.quantize(mxfp4.dequantize(t), **options)
+    t = mxfp4.quantize(torch.full((32,), 3.5), rule="even", ties="zero")
+    again = mxfp4.quantize(mxfp4.dequantize(t), rule="even", ties="zero")
     assert (t.codes[0].item(), t.scales.item()) == (0x55, 127)
     assert (again.codes[0].item(), again.scales.item()) == (0x77, 126)
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import mxfp4
 from mxfp4.kernels import vllm_plugin
 
+# pyright: reportMissingImports=false, reportArgumentType=false
 pytestmark = pytest.mark.filterwarnings("default")
 
 

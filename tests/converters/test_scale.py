@@ -14,7 +14,9 @@ PARAMETERS = 2.78e12
 
 def huge(folder, builder):
     """190,395 tensors over 1,122 sparse shards with true headers."""
-    tensors = {"model.embed_tokens.weight": ("BF16", (163_840, HIDDEN))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": ("BF16", (163_840, HIDDEN))
+    }
     for layer in range(LAYERS):
         base = f"model.layers.{layer}."
         for expert in range(EXPERTS):

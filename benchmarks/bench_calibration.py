@@ -88,6 +88,7 @@ METHODS: Mapping[str, MethodOptions] = {
         expert_damping_low=0.01,
         damping_high=0.01,
         pseudo_tokens=0.0,
+        pseudo_tokens_plenty=0.0,
         guard_tokens_per_column=0.0,
     ),
 }

@@ -32,7 +32,10 @@ class MethodOptions:
     damping_slope: float = 0.2
     """Damping is slope * K / tokens, at least `damping_low`, at most `damping_high`."""
     pseudo_tokens: float = 256.0
-    """How many tokens the layer-wide moments count for in the moments of each expert."""
+    """How many tokens the layer-wide moments count for in the moments of each expert..."""
+    pseudo_tokens_plenty: float = 64.0
+    plenty_tokens_per_column: float = 5.0
+    """... and for one that had at least this many tokens per input channel."""
     sweeps: int = 3
     """Passes of coordinate descent in `gptq+`."""
     move_exponents: bool = True
@@ -145,7 +148,16 @@ def round_stack(
 
 
 def _hessian(moments: Moments, prior: Moments | None, options: MethodOptions) -> torch.Tensor:
-    return moments.mean() if prior is None else shrunk(moments, prior, options.pseudo_tokens)
+    if prior is None:
+        return moments.mean()
+    return shrunk(moments, prior, _pseudo_tokens(moments, options))
+
+
+def _pseudo_tokens(moments: Moments, options: MethodOptions) -> torch.Tensor:
+    """How many tokens the prior counts for in each entry, float32 [B]."""
+    plenty = moments.counts >= options.plenty_tokens_per_column * moments.sums.shape[-1]
+    few = torch.tensor(options.pseudo_tokens)
+    return torch.where(plenty, torch.tensor(options.pseudo_tokens_plenty), few)
 
 
 def _fit(
@@ -155,7 +167,7 @@ def _fit(
     hessian = _hessian(moments, prior, options)
     counts = moments.counts
     if prior is not None:
-        counts = counts + prior.counts.clamp(max=int(options.pseudo_tokens))
+        counts = counts + _pseudo_tokens(moments, options).minimum(prior.counts.float())
     low = options.damping_low if prior is None else options.expert_damping_low
     bounds = (low, options.damping_high)
     share = damping(counts, weight.shape[2], bounds, options.damping_slope)

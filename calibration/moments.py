@@ -73,15 +73,18 @@ class Moments:
         return self.mean().diagonal(dim1=-2, dim2=-1)
 
 
-def shrunk(moments: Moments, prior: Moments, pseudo_tokens: float) -> torch.Tensor:
-    """H of every entry, pulled towards a prior (one entry, or one each) of that many tokens.
+def shrunk(moments: Moments, prior: Moments, pseudo_tokens: torch.Tensor) -> torch.Tensor:
+    """H of every entry, pulled towards a prior (one entry, or one each).
+
+    The prior counts for `pseudo_tokens` tokens, float32 [B] or [1].
 
     An expert that few tokens reach has an H of low rank, and GPTQ on it is worse than plain
     rounding; the layer-wide H is a good guess for the directions nothing is known about. Both are
     means, so that `pseudo_tokens` counts tokens however they are weighted.
     """
     count = moments.counts.float().view(-1, 1, 1)
-    return (moments.mean() * count + prior.mean() * pseudo_tokens) / (count + pseudo_tokens)
+    pseudo = pseudo_tokens.view(-1, 1, 1)
+    return (moments.mean() * count + prior.mean() * pseudo) / (count + pseudo).clamp(min=1)
 
 
 def damping(

@@ -50,11 +50,13 @@ def test_shrinking_counts_tokens_whatever_their_weight():
     heavy, _ = observed(100, seed=1)
     light, _ = observed(100, seed=1, weight=torch.full((100,), 0.01))
     prior, _ = observed(1000, seed=2)
-    torch.testing.assert_close(shrunk(heavy, prior, 50.0), shrunk(light, prior, 50.0))
+    torch.testing.assert_close(
+        shrunk(heavy, prior, torch.tensor([50.0])), shrunk(light, prior, torch.tensor([50.0]))
+    )
     middle = (heavy.mean() * 100 + prior.mean() * 50) / 150
-    torch.testing.assert_close(shrunk(heavy, prior, 50.0), middle)
+    torch.testing.assert_close(shrunk(heavy, prior, torch.tensor([50.0])), middle)
     nothing = Moments.empty(1, 64)
-    torch.testing.assert_close(shrunk(nothing, prior, 50.0), prior.mean())
+    torch.testing.assert_close(shrunk(nothing, prior, torch.tensor([50.0])), prior.mean())
 
 
 def test_damping_grows_with_channels_per_token():

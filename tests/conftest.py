@@ -17,6 +17,9 @@ import pytest
 
 import mxfp4
 
+# One thread each: where other work keeps a core busy, two threads wait for each other at every
+# small operation and take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads this when it is first imported, by whichever test comes first; not by the above.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -101,11 +101,12 @@ class Folds:
 
     def _norm_of(self, part: LinearPart) -> str | None:
         """The name of the gain [K] of the norm whose output is the input of a part."""
-        made: dict[int, str] = {}
+        # The outputs are kept alive, so that no later tensor can lie at the same address.
+        made: dict[int, tuple[str, torch.Tensor]] = {}
         read: list[str | None] = []
         hooks = [
             module.register_forward_hook(
-                lambda m, i, o, name=name: made.__setitem__(o.data_ptr(), name)
+                lambda m, i, o, name=name: made.__setitem__(o.data_ptr(), (name, o))
             )
             for name, module in self.visit.layer.named_modules()
             if isinstance(getattr(module, "weight", None), torch.Tensor)
@@ -113,7 +114,9 @@ class Folds:
         ]
         reader = self.visit.layer.get_submodule(part.paths[0])
         hooks.append(
-            reader.register_forward_pre_hook(lambda m, i: read.append(made.get(i[0].data_ptr())))
+            reader.register_forward_pre_hook(
+                lambda m, i: read.append(made.get(i[0].data_ptr(), (None, None))[0])
+            )
         )
         try:
             self.visit.probe()

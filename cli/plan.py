@@ -10,6 +10,7 @@ import click
 from mxfp4.cli.options import build_recipe, output_flags, recipe_flags
 from mxfp4.cli.render import emit_json, reported, size, table
 from mxfp4.cli.targets import build_targets, show_remarks, target_flags, with_preset
+from mxfp4.converters.collector import collector_paused
 
 if TYPE_CHECKING:
     from mxfp4.converters.parallel import ParallelRow
@@ -29,6 +30,7 @@ _KEPT_ROWS = 40
 @recipe_flags
 @target_flags
 @output_flags
+@collector_paused
 def plan(
     source: Path,
     tensors: bool,
@@ -90,7 +92,7 @@ def plan_json(made: Plan, parallel_sizes: list[int]) -> dict[str, Any]:
         "format": made.options.format,
         "rule": str(made.recipe.rule),
         "totals": {**made.totals, "peak_memory_per_worker": peak_memory()},
-        "roles": role_table(made.tensors),
+        "roles": role_table(made),
         "ignore": list(made.ignore),
         "warnings": list(made.warnings),
         "blocked": not_as_asked(made),
@@ -147,11 +149,11 @@ def _totals_table(made: Plan) -> str:
     }
     order = list(words)
     rows: dict[tuple[int, str], list[int]] = {}
-    for tensor in made.tensors:
+    for tensor, count in made.kinds:
         key = order.index(tensor.treatment), str(tensor.decision.role.role)
         row = rows.setdefault(key, [0, 0, 0])
         for position, value in enumerate((1, tensor.byte_count, bytes_after(tensor, made))):
-            row[position] += value
+            row[position] += count * value
     lines = [["", "tensors", "before", "after", "ratio"]]
     for (rank, role), row in sorted(rows.items(), key=lambda item: (item[0][0], -item[1][1])):
         lines.append(_totals_row(f"{role}{words[order[rank]]}", row))

@@ -8,7 +8,7 @@ codes of one expert at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -203,7 +203,7 @@ def _woven(arrays: list[Bytes | None], rows: int) -> Bytes:
 def _part(matrix: Matrix, start: int, rows: int) -> Matrix:
     view = matrix.view
     offset = view.offset + start * view.row_stride
-    return replace(matrix, view=replace(view, row_count=rows, offset=offset))
+    return matrix._replace(view=view._replace(row_count=rows, offset=offset))
 
 
 def _collect(matrix: Matrix, readers: Readers, quantizer: Quantizer) -> Band:

@@ -308,17 +308,17 @@ def _open_shards(folder: Path, names: Iterable[str]) -> Iterator[SourceShard]:
 def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] | None) -> None:
     home: dict[str, str] = {}
     for shard in shards:
-        for tensor in shard.header.tensors:
-            name = tensor.info.name
-            if name in home:
-                raise CorruptCheckpointError(
-                    f"the tensor is also in {home[name]}",
-                    file=shard.name,
-                    tensor=name,
-                    hint="keep one of the two shards; a merge of two checkpoints looks like this",
-                )
-            home[name] = shard.name
-    if weight_map is None:
+        names = dict.fromkeys([tensor.info.name for tensor in shard.header.tensors], shard.name)
+        if not home.keys().isdisjoint(names):
+            name = next(name for name in names if name in home)
+            raise CorruptCheckpointError(
+                f"the tensor is also in {home[name]}",
+                file=shard.name,
+                tensor=name,
+                hint="keep one of the two shards; a merge of two checkpoints looks like this",
+            )
+        home.update(names)
+    if weight_map is None or home == weight_map:
         return
     for name, file in weight_map.items():
         if home.get(name) != file:
@@ -341,6 +341,8 @@ def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] |
 
 def _check_sidecars(folder: Path, names: Iterable[str], shards: tuple[SourceShard, ...]) -> None:
     """A file that goes along unread has a sound header and repeats no tensor of the model."""
+    if not names:
+        return
     known = {tensor.info.name: shard.name for shard in shards for tensor in shard.header.tensors}
     for name in names:
         for tensor in read_header(folder / name).tensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.patterns import NamePatterns
@@ -64,8 +65,7 @@ class Action(StrEnum):
     KEEP = "keep"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """`blocked`: wanted, but its shape cannot hold blocks; a conversion refuses until it is kept
     on purpose."""
 

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from mxfp4.errors import CorruptCheckpointError
 
@@ -56,13 +56,13 @@ class TensorInfo(NamedTuple):
     @property
     def byte_count(self) -> int:
         """Bytes of the data, which a checked header makes whole."""
-        return _byte_count(self.dtype, self.shape)
+        return _bit_count(self.dtype, self.shape) // 8
 
 
 @functools.lru_cache(maxsize=65536)
-def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
+def _bit_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Cached: a checkpoint has hundreds of thousands of tensors and a few dozen shapes."""
-    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+    return math.prod(shape) * DTYPE_BITS[dtype]
 
 
 class StoredTensor(NamedTuple):
@@ -200,24 +200,24 @@ def _parse_entry(name: str, value: object, base: int, path: Path) -> tuple[int, 
     entry = value if isinstance(value, dict) else {}
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if (
-        not isinstance(dtype, str)
-        or not _is_counts(shape)
-        or not _is_counts(offsets)
+        type(dtype) is not str
+        or type(shape) is not list
+        or type(offsets) is not list
         or len(offsets) != 2
+        or not _are_counts(shape + offsets)
     ):
         raise _corrupt(path, "its entry lacks a dtype, a shape or two offsets", tensor=name)
-    bits = DTYPE_BITS.get(dtype)
-    if bits is None:
+    if dtype not in DTYPE_BITS:
         raise _corrupt(
             path,
             f"unknown dtype {dtype!r}",
             tensor=name,
             hint="known dtypes: " + ", ".join(sorted(DTYPE_BITS)),
         )
-    bits *= math.prod(shape)
+    info = TensorInfo(name, dtype, tuple(shape))
+    bits, (start, end) = _bit_count(dtype, info.shape), offsets
     if bits % 8:
         raise _corrupt(path, f"{dtype} {shape} does not fill whole bytes", tensor=name)
-    start, end = offsets
     if bits // 8 != end - start:
         raise _corrupt(
             path,
@@ -225,15 +225,13 @@ def _parse_entry(name: str, value: object, base: int, path: Path) -> tuple[int, 
             tensor=name,
         )
     start += base
-    return start, bits // 8, StoredTensor(TensorInfo(name, dtype, tuple(shape)), start)
+    return start, bits // 8, StoredTensor(info, start)
 
 
-def _is_counts(value: object) -> TypeGuard[list[int]]:
-    if type(value) is not list:
-        return False
-    # Plain loops: this runs twice for every tensor of a checkpoint.
-    for item in value:  # noqa: SIM110
-        if type(item) is not int or item < 0:
+def _are_counts(values: list[object]) -> bool:
+    # A plain loop: it runs for every tensor of a checkpoint.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or value < 0:
             return False
     return True
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mxfp4.converters.checkpoint import Checkpoint
 from mxfp4.converters.decide import Decision
@@ -52,8 +53,7 @@ class OutputOptions:
     """What the config tells engines to do with activations: `none`, `mxfp4` or `fp8`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """One logical source tensor and what becomes of it."""
 
     source: Source
@@ -81,8 +81,7 @@ class PlannedTensor:
         return self.source.byte_count
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """An [N, K] matrix of a source; `module` is its name as a module of its own."""
 
     source: Source
@@ -90,8 +89,7 @@ class Matrix:
     view: MatrixView
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One module of the output, or one tensor to copy.
 
     A copy takes part number `part` of the source, under `renamed` where that is given. A module
@@ -223,21 +221,39 @@ class Plan:
                     yield shard.name, info
 
     @cached_property
+    def kinds(self) -> tuple[tuple[PlannedTensor, int], ...]:
+        """One tensor of every kind, with how many there are: same fate, role, shape and size.
+
+        A checkpoint has hundreds of thousands of tensors of a few dozen kinds.
+        """
+        members: dict[tuple[Any, ...], list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            role, source = tensor.decision.role, tensor.source
+            fate = (tensor.treatment, role.role, role.axis)
+            kind = (*fate, source.info.shape, source.info.dtype, source.byte_count)
+            members.setdefault(kind, []).append(tensor)
+        return tuple((tensors[0], len(tensors)) for tensors in members.values())
+
+    @cached_property
     def totals(self) -> Mapping[str, int]:
         """Counts and bytes of the whole conversion."""
-        quantized = self.quantized
+        treated: Counter[Treatment] = Counter()
+        for tensor, count in self.kinds:
+            treated[tensor.treatment] += count
         return {
             "tensors": len(self.tensors),
-            "quantized": len(quantized),
-            "kept": len(self.treated(Treatment.KEEP)),
-            "passed": len(self.treated(Treatment.PASS)),
-            "decoded": len(self.treated(Treatment.DECODE)),
+            "quantized": treated[Treatment.QUANTIZE],
+            "kept": treated[Treatment.KEEP],
+            "passed": treated[Treatment.PASS],
+            "decoded": treated[Treatment.DECODE],
             "dropped": len(self.dropped),
             "blocked": len(self.blocked),
-            "parameters": sum(t.info.element_count for t in self.tensors),
-            "bytes_before": sum(t.byte_count for t in self.tensors),
+            "parameters": sum(count * t.info.element_count for t, count in self.kinds),
+            "bytes_before": sum(count * t.byte_count for t, count in self.kinds),
             "bytes_after": sum(shard.byte_count for shard in self.shards),
-            "quantized_bytes_before": sum(t.byte_count for t in quantized),
+            "quantized_bytes_before": sum(
+                count * t.byte_count for t, count in self.kinds if t.treatment is Treatment.QUANTIZE
+            ),
             "source_shards": len(self.checkpoint.shards),
             "output_shards": len(self.shards),
         }

@@ -5,7 +5,7 @@ Everything here is a pure function of the checkpoint's headers, the recipe and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mxfp4.converters.checkpoint import CONFIG_NAME, Checkpoint
@@ -87,7 +87,8 @@ def make_plan(
 
 def _as_values(source: Source) -> TensorInfo:
     """What classification and recipes see: the tensor as if it were not quantized."""
-    return source.info if source.plain else source.info._replace(dtype="BF16")
+    info = source.info
+    return info if source.plain else TensorInfo(info.name, "BF16", info.shape)
 
 
 def _require_offered(layout: OutputFormat, options: OutputOptions, checkpoint: Checkpoint) -> None:
@@ -115,7 +116,7 @@ def _keep_groups(decisions: Mapping[str, Decision], keep: Mapping[str, str]) -> 
         cause = name if name in keep else groups.get(decision.role.group or "")
         if cause is not None:
             reason = keep[cause] if cause == name else f"kept with {cause}: {keep[cause]}"
-            changed[name] = replace(decision, action=Action.KEEP, reason=reason)
+            changed[name] = decision._replace(action=Action.KEEP, reason=reason)
     return changed
 
 
@@ -128,11 +129,12 @@ def _fill_shards(
     """Group tasks into output files; a module's codes and scales are one task and never part."""
     groups: list[list[Task]] = [[]]
     sizes = [0]
-    names_seen = _Names()
+    output_names: list[str] = []
     for task in tasks:
-        outputs = task.outputs(layout)
-        names_seen.claim(task, outputs)
-        task_bytes = sum([info.byte_count for info in outputs])
+        task_bytes = 0
+        for info in task.outputs(layout):
+            output_names.append(info.name)
+            task_bytes += info.byte_count
         if options.layout == "same":
             full = bool(groups[-1]) and task.shard != groups[-1][-1].shard
         else:
@@ -142,6 +144,8 @@ def _fill_shards(
             sizes.append(0)
         groups[-1].append(task)
         sizes[-1] += task_bytes
+    if len(set(output_names)) < len(output_names):
+        _refuse_clash(tasks, layout)
     if options.layout == "same":
         # Output folders are flat; a shard from a sub-folder keeps its path as part of its name.
         names = [checkpoint.shards[group[0].shard].name.replace("/", "-") for group in groups]
@@ -165,12 +169,11 @@ def _same_shards(
             "the same tensors, so they cannot be written from one read",
             hint="convert into each of them by itself",
         )
-    shards, start, names_seen = [], 0, _Names()
+    _refuse_clash(tasks, layout)
+    shards, start = [], 0
     for shard in like.shards:
         group = tuple(tasks[start : start + len(shard.tasks)])
         size = sum(task.byte_count(layout) for task in group)
-        for task in group:
-            names_seen.claim(task, task.outputs(layout))
         shards.append(OutputShard(shard.name, group, size))
         start += len(group)
     return tuple(shards)
@@ -197,17 +200,13 @@ def bytes_after(tensor: PlannedTensor, plan: Plan) -> int:
     return sum(info.byte_count for info in plan.format.tensors("", (rows, columns)))
 
 
-class _Names:
-    """The names of the output so far, each with the source tensor that it comes from."""
-
-    def __init__(self) -> None:
-        self._sources: dict[str, str] = {}
-
-    def claim(self, task: Task, outputs: Sequence[TensorInfo]) -> None:
-        """Take the names of a task; raises `CorruptCheckpointError` for one that is taken."""
+def _refuse_clash(tasks: Iterable[Task], layout: OutputFormat) -> None:
+    """Raise `CorruptCheckpointError` if two tasks would write tensors of one name."""
+    sources: dict[str, str] = {}
+    for task in tasks:
         source = task.stored.info.name
-        for info in outputs:
-            other = self._sources.setdefault(info.name, source)
+        for info in task.outputs(layout):
+            other = sources.setdefault(info.name, source)
             if other is not source:
                 raise CorruptCheckpointError(
                     f"the output would hold this name twice: from {other} and from {source}",

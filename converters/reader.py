@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,7 @@ _BITS: dict[str, Any] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixView:
+class MatrixView(NamedTuple):
     """An [N, K] matrix inside a stored tensor; `offset` and strides count elements."""
 
     row_count: int

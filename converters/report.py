@@ -34,7 +34,7 @@ def manifest(plan: Plan, records: Sequence[ShardRecord]) -> dict[str, Any]:
         "level": str(plan.level),
         "output_format": plan.options.format,
         "totals": dict(plan.totals),
-        "roles": role_table(plan.tensors),
+        "roles": role_table(plan),
         "error": overall_error(records),
         "worst_modules": worst_modules(records),
         "warnings": list(plan.warnings),
@@ -48,13 +48,14 @@ def manifest(plan: Plan, records: Sequence[ShardRecord]) -> dict[str, Any]:
     }
 
 
-def role_table(tensors: Iterable[PlannedTensor]) -> list[dict[str, Any]]:
+def role_table(plan: Plan) -> list[dict[str, Any]]:
     """Tensors, parameters and bytes per role, action and dtype, largest first."""
     rows: dict[tuple[str, str, str], Counter[str]] = {}
-    for tensor in tensors:
+    for tensor, count in plan.kinds:
         key = (str(tensor.decision.role.role), str(tensor.treatment), tensor.info.dtype)
         row = rows.setdefault(key, Counter())
-        row.update(tensors=1, parameters=tensor.info.element_count, bytes=tensor.byte_count)
+        parameters, size = tensor.info.element_count, tensor.byte_count
+        row.update(tensors=count, parameters=count * parameters, bytes=count * size)
     ordered = sorted(rows.items(), key=lambda item: (-item[1]["bytes"], item[0]))
     return [
         {"role": role, "action": action, "dtype": dtype, **dict(counts)}
@@ -131,7 +132,7 @@ def markdown(plan: Plan, records: Sequence[ShardRecord]) -> str:
             "",
         ]
     lines += _attention(plan, records)
-    lines += ["## By role", "", *_table(role_table(plan.tensors)), ""]
+    lines += ["## By role", "", *_table(role_table(plan)), ""]
     if error:
         lines += ["## Shared scales", "", "```", *_histogram(error["scale_histogram"]), "```", ""]
         worst = worst_modules(records)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mxfp4.converters.formats import DEFAULT_FORMAT, FORMATS, OutputFormat, Payload, Slot
@@ -52,7 +51,7 @@ def make_tasks(
             stacks[slot.stack][1][slot.expert, slot.lane] = (task.matrices[0], slot)
     for stack, (position, members) in stacks.items():
         treatment = Treatment.DECODE if transposed else Treatment.QUANTIZE
-        tasks[position] = replace(_stacked_task(stack, members, treatment), transposed=transposed)
+        tasks[position] = _stacked_task(stack, members, treatment)._replace(transposed=transposed)
     return [task for task in tasks if task is not None]
 
 
@@ -151,6 +150,9 @@ def _module_task(tensor: PlannedTensor) -> Task:
             hint="decode it with --format bf16",
         )
     rows, columns = shape[-2:]
+    if len(shape) == 2 and role.axis != 0:
+        view = MatrixView(rows, columns, 0, columns, 1)
+        return Task(tensor.treatment, source, module, shape, (Matrix(source, module, view),))
     if tensor.treatment in MODULES and role.axis == 0:
         view = MatrixView(columns, rows, 0, 1, columns)
         return Task(

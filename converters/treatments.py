@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mxfp4.converters.checkpoint import Checkpoint
@@ -35,14 +34,14 @@ def packed_roles(
             continue
         role, shape = roles[source.info.name], source.info.shape
         if len(shape) == 2 and role.axis != 1 and role.bank is None:
-            changed[source.info.name] = replace(role, axis=1)
+            changed[source.info.name] = role._replace(axis=1)
         elif len(shape) == 3 and _trunk_role(role) in _BANK_ROLES:
             facts = facts or facts_of(infos, config)
             leaf = source.info.name.removesuffix(".weight").rpartition(".")[2].lower()
             fused = words.stem(leaf) in words.FUSED_IN
             projections, arrangement = projections_of(leaf, fused, facts)
             bank = ExpertBank(shape[0], 1, projections, arrangement)
-            changed[source.info.name] = replace(role, axis=2, bank=bank)
+            changed[source.info.name] = role._replace(axis=2, bank=bank)
     return changed
 
 
@@ -94,7 +93,7 @@ def _unquantized(decision: Decision, layout: OutputFormat) -> Decision:
     if decision.action is Action.KEEP and not decision.blocked:
         return decision
     reason = f"the layout {layout.name} quantizes nothing"
-    return replace(decision, action=Action.KEEP, reason=reason, blocked=False)
+    return decision._replace(action=Action.KEEP, reason=reason, blocked=False)
 
 
 def _treatment(
@@ -137,8 +136,8 @@ def _explained(decision: Decision, treatment: Treatment) -> Decision:
     """The decision with the reason for what really happens."""
     if treatment is Treatment.PASS:
         reason = "stored as MXFP4 already; its bytes stay as they are"
-        return replace(decision, reason=reason, blocked=False)
+        return Decision(decision.action, decision.role, reason)
     if treatment is Treatment.DECODE:
         reason = f"{decision.reason}; decoded, because the layout cannot hold its stored form"
-        return replace(decision, reason=reason, blocked=False)
+        return Decision(decision.action, decision.role, reason)
     return decision

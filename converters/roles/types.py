@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Arrangement = Literal["single", "concatenated", "interleaved"]
 
@@ -66,8 +66,7 @@ class ExpertBank:
     flattened: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRole:
+class TensorRole(NamedTuple):
     """What one stored tensor is, where it sits, and why we think so.
 
     `axis` is the contraction axis of the stored tensor (None where no product sums over it, or

@@ -6,7 +6,7 @@ tensor is never taken for FP8, and a packed weight without its scale is an error
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from mxfp4.converters.sources import mxfp4, scaled_names
 from mxfp4.converters.sources.types import PLAIN, Part, Recogniser, Source
 from mxfp4.errors import CorruptCheckpointError, TensorNotFoundError, UnsupportedFormatError
 
-RECOGNISERS: tuple[Recogniser, ...] = (
-    scaled_names.recognise_fp8,
-    scaled_names.recognise_int4,
-    scaled_names.recognise_nvfp4,
-    mxfp4.recognise,
+RECOGNISERS: tuple[tuple[Recogniser, frozenset[str] | None], ...] = (
+    (scaled_names.recognise_fp8, scaled_names.FP8_DTYPES),
+    (scaled_names.recognise_int4, frozenset({"I32"})),
+    (scaled_names.recognise_nvfp4, frozenset({"F8_E4M3"})),
+    (mxfp4.recognise, None),
 )
-"""Asked in this order about every stored tensor that is not made of floats or wide integers."""
+"""Asked in this order about every stored tensor that is not made of floats or wide integers; each
+only if the checkpoint has a tensor of one of its dtypes, where it names any."""
 
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
 _PACKED_LEAVES = (".weight", ".weight_packed", "_blocks", mxfp4.GGUF_LEAF, ".qweight")
@@ -76,12 +77,14 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
     """
     parts = {stored.info.name: Part(number, stored) for number, stored in checkpoint.located()}
     blocks = _block_sizes(checkpoint.quantization)
+    dtypes = {part.stored.info.dtype for part in parts.values()}
+    asked = [recogniser for recogniser, own in RECOGNISERS if own is None or own & dtypes]
     heads = {
         name: source
         for name, part in parts.items()
-        if part.info.dtype not in _FLOATS
+        if part.stored.info.dtype not in _FLOATS
         and not name.endswith(_SCALE_LEAVES)
-        and (source := _recognise(part, parts, blocks)) is not None
+        and (source := _recognise(part, parts, blocks, asked)) is not None
     }
     taken = {part.info.name for source in heads.values() for part in source.parts[1:]}
     quantized = bool(heads) or checkpoint.quantization is not None
@@ -102,9 +105,12 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
 
 
 def _recognise(
-    part: Part, parts: Mapping[str, Part], blocks: tuple[tuple[int, int], ...]
+    part: Part,
+    parts: Mapping[str, Part],
+    blocks: tuple[tuple[int, int], ...],
+    asked: Sequence[Recogniser],
 ) -> Source | None:
-    for recogniser in RECOGNISERS:
+    for recogniser in asked:
         source = recogniser(part, parts.get, blocks)
         if source is not None:
             return source
@@ -164,6 +170,8 @@ def _refuse_unreadable(info: TensorInfo, parts: Mapping[str, Part]) -> None:
 
 
 def _refuse_doubles(sources: list[Source]) -> None:
+    if len({source.info.name for source in sources}) == len(sources):
+        return
     seen: dict[str, str] = {}
     for source in sources:
         stored = source.parts[0].info.name

@@ -5,6 +5,7 @@ The dtype of a stored tensor only says how its bytes are called here; nothing is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from mxfp4.spec import BLOCK_BYTES, BLOCK_SIZE
 
 GGUF_BLOCK_BYTES = 1 + BLOCK_BYTES
 """One scale byte, then the codes of 32 elements."""
+
+Shape = tuple[int, ...]
 
 _BYTE_SCALES = frozenset({"U8", "F8_E8M0"})
 
@@ -53,27 +56,28 @@ GGUF_LEAF = ".weight_gguf"
 def recognise(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> Source | None:
     """MXFP4 codes with a scale byte for every 32 of them; None for everything else."""
     info = part.info
-    if info.name.endswith(GGUF_LEAF) and info.dtype == "U8":
+    name, dtype, shape = info
+    if name.endswith(GGUF_LEAF) and dtype == "U8":
         return _gguf(part)
     for names in PACKED_NAMES:
-        if not info.name.endswith(names.codes) or info.dtype not in names.dtypes:
+        if not name.endswith(names.codes) or dtype not in names.dtypes:
             continue
-        base = info.name.removesuffix(names.codes)
+        base = name.removesuffix(names.codes)
         scales = lookup(base + names.scales)
         if scales is None or scales.info.dtype not in _BYTE_SCALES:
             continue
-        shape = _logical_shape(info, names)
-        if shape is None or scales.info.shape != (*shape[:-1], shape[-1] // BLOCK_SIZE):
+        logical, scales_shape = _logical_shapes(dtype, shape, names.blocked)
+        if logical is None or scales.info.shape != scales_shape:
             raise CorruptCheckpointError(
-                f"codes {info.dtype} {list(info.shape)} and scales {scales.info.name} "
+                f"codes {dtype} {list(shape)} and scales {scales.info.name} "
                 f"{scales.info.dtype} {list(scales.info.shape)} do not belong together: one scale "
                 f"byte for {BLOCK_SIZE} codes was expected",
-                tensor=info.name,
+                tensor=name,
                 hint="this is neither MXFP4 nor another layout that is read here; convert from "
                 "the unquantized checkpoint",
             )
-        name = _canonical(base + names.canonical)
-        return Source("mxfp4", TensorInfo(name, "MXFP4", shape), (part, scales), (1, BLOCK_SIZE))
+        info = TensorInfo(_canonical(base + names.canonical), "MXFP4", logical)
+        return Source("mxfp4", info, (part, scales), (1, BLOCK_SIZE))
     return None
 
 
@@ -82,14 +86,22 @@ def _canonical(name: str) -> str:
     return name.replace(".switch_mlp.", ".experts.")
 
 
-def _logical_shape(info: TensorInfo, names: PackedNames) -> tuple[int, ...] | None:
-    shape = info.shape
-    if names.blocked:
-        if len(shape) < 3 or shape[-1] != BLOCK_BYTES:
-            return None
-        return (*shape[:-2], shape[-2] * BLOCK_SIZE)
-    columns = shape[-1] * DTYPE_BITS[info.dtype] // 4 if len(shape) >= 2 else 0
-    return (*shape[:-1], columns) if columns and columns % BLOCK_SIZE == 0 else None
+@functools.lru_cache(maxsize=65536)
+def _logical_shapes(
+    dtype: str, shape: Shape, blocked: bool
+) -> tuple[Shape, Shape] | tuple[None, None]:
+    """Shapes in elements and in scales of codes stored in `shape`, where those can be codes.
+
+    Cached: a checkpoint has hundreds of thousands of tensors and a few dozen shapes.
+    """
+    lead, columns = shape[:-1], 0
+    if blocked and len(shape) >= 3 and shape[-1] == BLOCK_BYTES:
+        lead, columns = shape[:-2], shape[-2] * BLOCK_SIZE
+    elif not blocked and len(shape) >= 2:
+        columns = shape[-1] * DTYPE_BITS[dtype] // 4
+    if not columns or columns % BLOCK_SIZE:
+        return None, None
+    return (*lead, columns), (*lead, columns // BLOCK_SIZE)
 
 
 def _gguf(part: Part) -> Source:

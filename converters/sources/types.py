@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One stored tensor and the number of its shard."""
 
     shard: int
@@ -35,8 +34,7 @@ class Part:
         return self.stored.info
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A logical tensor: `info` has its canonical name (`X.weight`) and shape in elements.
 
     `parts` are the codes or values first, then scales. `block` are the rows and columns that one
@@ -51,7 +49,7 @@ class Source:
     @property
     def byte_count(self) -> int:
         """Bytes of all stored tensors of this source."""
-        return sum([part.stored.info.byte_count for part in self.parts])
+        return sum([stored.info.byte_count for _, stored in self.parts])
 
     @property
     def plain(self) -> bool:

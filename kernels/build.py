@@ -34,7 +34,7 @@ FLAGS = (
 )
 
 _AVX2 = ("-mavx2", "-mbmi2", "-mfma", "-mf16c", "-mpopcnt")
-_AVX512 = ("f", "bw", "dq", "vl", "vbmi")
+_AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "vnni")
 
 OBJECTS = {
     "x86_64": {

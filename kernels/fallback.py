@@ -28,7 +28,7 @@ from mxfp4.spec import (
     TieRule,
     ZeroSign,
 )
-from mxfp4.statistics import SUM_UNIT_BITS, TensorStatistics
+from mxfp4.statistics import SIGNAL_CUT, UNIT_BITS, TensorStatistics
 
 CHUNK_BLOCKS = 2048
 """Blocks handled at a time: the workspace stays in a level-2 cache."""
@@ -292,12 +292,16 @@ def _tree_sum(terms: NDArray[Any]) -> NDArray[Any]:
 def _statistics(
     values: NDArray[np.float32], codes: NDArray[np.uint8], byte: NDArray[np.int32]
 ) -> TensorStatistics:
-    """Statistics of a chunk; squares in float32, see `mxfp4.statistics` for the integer sums."""
+    """Statistics of a chunk; see `mxfp4.statistics` for the integer sums."""
     scaled = _scaled_magnitudes(values, byte)
     code = np.stack([codes & 7, (codes >> 4) & 7], -1).reshape(scaled.shape)
-    error = scaled - _VALUES[code]
+    element = _VALUES[code]
     zero_blocks = int((np.abs(values).max(axis=1) == 0).sum())
-    worst = np.abs(error).max(axis=1).astype(np.float64)
+    worst = np.abs(scaled - element).max(axis=1).astype(np.float64)
+    units = (scaled * np.float32(1 << UNIT_BITS)).astype(np.int64)
+    units = np.maximum(units, values != 0)
+    kept = np.where(byte[:, None] == 0, units, units >> SIGNAL_CUT << SIGNAL_CUT)
+    errors = units - (element * np.float32(1 << UNIT_BITS)).astype(np.int64)
     return TensorStatistics(
         elements=values.size,
         zero_blocks=zero_blocks,
@@ -306,15 +310,14 @@ def _statistics(
         max_abs=float(np.abs(values).max()),
         max_abs_error=float(np.ldexp(worst, byte - E8M0_BIAS).max()),
         scale_histogram=tuple(np.bincount(byte, minlength=256).tolist()),
-        signal=_sums(scaled * scaled, byte),
-        error=_sums(error * error, byte),
+        signal=_square_sums(kept, byte),
+        error=_square_sums(errors, byte),
     )
 
 
-def _sums(squares: NDArray[Any], byte: NDArray[np.int32]) -> tuple[int, ...]:
+def _square_sums(values: NDArray[np.int64], byte: NDArray[np.int32]) -> tuple[int, ...]:
     sums = np.zeros(256, np.int64)
-    unit = np.float32(2.0**SUM_UNIT_BITS)
-    np.add.at(sums, byte, np.rint(_tree_sum(squares) * unit).astype(np.int64))
+    np.add.at(sums, byte, (values * values).sum(axis=1))
     return tuple(sums.tolist())
 
 

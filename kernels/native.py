@@ -22,7 +22,7 @@ from mxfp4.statistics import TensorStatistics
 
 LIBRARY = Path(__file__).with_name("_codec.dylib" if sys.platform == "darwin" else "_codec.so")
 
-STATISTICS_BLOCKS = 1 << 19
+STATISTICS_BLOCKS = 1 << 26
 """Most blocks of one call that gathers statistics, so that its 64-bit sums cannot overflow."""
 
 _SUMS = struct.Struct("=256q")

@@ -30,7 +30,7 @@ from mxfp4.spec import (
     TieRule,
     ZeroSign,
 )
-from mxfp4.statistics import SUM_UNIT_BITS, TensorStatistics
+from mxfp4.statistics import SIGNAL_CUT, UNIT_BITS, TensorStatistics
 from mxfp4.tensor import MXTensor, block_axis
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -145,11 +145,14 @@ def _tree_sum(terms: torch.Tensor) -> torch.Tensor:
 
 def measure(x: torch.Tensor, codes: torch.Tensor, byte: torch.Tensor) -> TensorStatistics:
     """Statistics of float32 blocks [..., 32] and what `encode_blocks` made of them."""
-    scaled = x.abs() * inverse_scales(byte).unsqueeze(-1)
-    error = scaled - decode_elements(codes & 7)
     if not x.numel():
         return TensorStatistics()
-    worst = error.abs().amax(-1).double() * torch.exp2(byte.double() - E8M0_BIAS)
+    scaled = x.abs() * inverse_scales(byte).unsqueeze(-1)
+    element = decode_elements(codes & 7)
+    worst = (scaled - element).abs().amax(-1).double() * torch.exp2(byte.double() - E8M0_BIAS)
+    # In the units of `mxfp4.statistics`: cut off, but to no less than 1 except for zeros.
+    units = (scaled * (1 << UNIT_BITS)).long().maximum((x != 0).long())
+    kept = (units >> SIGNAL_CUT << SIGNAL_CUT).where(byte.unsqueeze(-1) != 0, units)
     return TensorStatistics(
         elements=x.numel(),
         zero_blocks=int((x == 0).all(-1).sum()),
@@ -158,16 +161,15 @@ def measure(x: torch.Tensor, codes: torch.Tensor, byte: torch.Tensor) -> TensorS
         max_abs=float(x.abs().max()),
         max_abs_error=float(worst.max()),
         scale_histogram=tuple(torch.bincount(byte.flatten(), minlength=256).tolist()),
-        signal=_integer_sums(scaled**2, byte),
-        error=_integer_sums(error**2, byte),
+        signal=_square_sums(kept, byte),
+        error=_square_sums(units - (element * (1 << UNIT_BITS)).long(), byte),
     )
 
 
-def _integer_sums(squares: torch.Tensor, byte: torch.Tensor) -> tuple[int, ...]:
-    """Sums per scale byte in units of 2^-30, see `mxfp4.statistics`."""
-    per_block = (_tree_sum(squares) * 2.0**SUM_UNIT_BITS).round().long()
-    sums = torch.zeros(256, dtype=torch.int64, device=squares.device)
-    sums.index_add_(0, byte.flatten().long(), per_block.flatten())
+def _square_sums(values: torch.Tensor, byte: torch.Tensor) -> tuple[int, ...]:
+    """Sums of the squares of integers, by scale byte."""
+    sums = torch.zeros(256, dtype=torch.int64, device=values.device)
+    sums.index_add_(0, byte.flatten().long(), (values * values).sum(-1).flatten())
     return tuple(sums.tolist())
 
 

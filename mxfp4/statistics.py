@@ -1,9 +1,11 @@
 """What encoding a tensor lost, as numbers that merge exactly.
 
-Squares are summed per scale byte in units of 2^-30 of the squared scale. Those sums are integers,
-so a tensor encoded slab by slab, in any order and by any backend, has the same statistics as the
-tensor encoded at once. What is below about 2^-15 of its scale adds nothing to them; the counts and
-the maxima include it.
+Every magnitude is first cut off to a multiple of 2^-12 of its block's scale, but to no less than
+one such unit unless it is zero. Squares of integers are then summed per scale byte, so a tensor
+encoded slab by slab, in any order and by any backend, has the same statistics as the tensor encoded
+at once. BF16 values from 1/32 of the scale on lose nothing. What the others lose changes
+`relative_l2` by less than a millionth of it in weights with a usual distribution, and by less than
+2^-11 where all but one value of every block are far below the scale. Counts and maxima are exact.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from dataclasses import dataclass, field
 
 from mxfp4.spec import E8M0_BIAS
 
-SUM_UNIT_BITS = 30
-"""A block adds round(2^30 * sum of (x / scale)^2) to the integer of its scale byte."""
+UNIT_BITS = 12
+"""Magnitudes are multiples of 2^-12 of their scale, their squares of 2^-24 of the squared scale."""
+
+SIGNAL_CUT = 2
+"""Bits of a magnitude that are set to zero before it is squared for the signal, not the error; none
+for scale byte 0, where all values of a block may be far below the scale."""
 
 _NO_BYTES = (0,) * 256
 
@@ -26,9 +32,9 @@ class TensorStatistics:
     """Counts and squared sums of one encoded tensor; `a + b` is that of both parts together.
 
     `signal` and `error` hold 256 integers, one per scale byte: the squares of the source and of
-    source minus decoded value, as described above. `clipped` elements were beyond 6 times their
-    scale; `flushed` elements were not zero and became zero. `max_abs` and `max_abs_error` are
-    exact.
+    source minus decoded value, in units of 2^-24 of the squared scale, as described above.
+    `clipped` elements were beyond 6 times their scale; `flushed` elements were not zero and became
+    zero. `max_abs` and `max_abs_error` are exact.
     """
 
     elements: int = 0
@@ -121,9 +127,7 @@ def _top(sums: Sequence[int]) -> int:
 def _scaled(sums: Sequence[int], top: int) -> float:
     """The sum in units of the squared scale of byte `top`, which keeps it far from overflow."""
     terms = (
-        math.ldexp(value, 2 * (byte - top) - SUM_UNIT_BITS)
-        for byte, value in enumerate(sums)
-        if value
+        math.ldexp(value, 2 * (byte - top - UNIT_BITS)) for byte, value in enumerate(sums) if value
     )
     return math.fsum(terms)
 

@@ -1,7 +1,8 @@
 /* The codec for one instruction set: compiled once for each, with MX_SUFFIX naming it. */
 #include "codec.h"
 
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512VNNI__)
 #define MX_AVX512
 #endif
 
@@ -15,12 +16,13 @@
 #include "decode.h"
 #include "measure.h"
 #include "search.h"
+#if defined(MX_AVX512)
+#include "measure_avx512.h"
+#endif
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define EXPORTED(name) JOIN(name, MX_SUFFIX)
-
-
 
 INLINE int64_t encode_as(int dtype, const char *source, uint8_t *codes, uint8_t *scales,
                          size_t blocks, const mx_options *options, const mx_plan *plan,
@@ -40,7 +42,7 @@ INLINE int64_t encode_as(int dtype, const char *source, uint8_t *codes, uint8_t 
         if (plan->search)
             search(part, words, dtype, part_codes, part_scales, count, i, options, plan);
         if (statistics)
-            measure(part, words, dtype, part_codes, part_scales, count, plan, statistics);
+            measure(part, words, dtype, part_scales, count, plan, statistics);
     }
     return -1;
 }
@@ -52,6 +54,10 @@ int64_t EXPORTED(mx_encode_)(int dtype, const void *source, uint8_t *codes, uint
     make_plan(&plan, options);
     if (dtype == MX_BF16 && !plan.search && !statistics)
         return encode_words(source, codes, scales, blocks, &plan);
+#if defined(MX_AVX512)
+    if (dtype == MX_BF16 && !plan.search)
+        return encode_measured(source, codes, scales, blocks, &plan, statistics);
+#endif
     if (dtype == MX_BF16)
         return encode_as(MX_BF16, source, codes, scales, blocks, options, &plan, statistics);
     if (dtype == MX_F16)

@@ -13,7 +13,6 @@
 #define MX_BLOCK_BYTES (MX_BLOCK / 2)
 #define MX_MAX_SCALE_BYTE 252
 #define MX_BATCH 64 /* blocks between two passes over the same data, for a level-1 cache */
-#define MX_SUM_UNIT 0x1p30f /* statistics are summed in units of 2^-30 of the squared scale */
 
 enum mx_dtype { MX_BF16, MX_F16, MX_F32 };
 enum mx_ties { MX_TIES_EVEN, MX_TIES_ZERO, MX_TIES_AWAY };

@@ -36,12 +36,12 @@ static int has(unsigned first_ecx, unsigned seventh_ebx, unsigned seventh_ecx, u
 #define FMA_POPCNT_AVX_F16C (1u << 12 | 1u << 23 | 1u << 28 | 1u << 29)
 #define AVX2_BMI2 (1u << 5 | 1u << 8)
 #define AVX512_F_DQ_BW_VL (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31)
-#define AVX512_VBMI (1u << 1)
+#define AVX512_VBMI_VBMI2_VNNI (1u << 1 | 1u << 6 | 1u << 11)
 
 static int has_avx2(void) { return has(FMA_POPCNT_AVX_F16C, AVX2_BMI2, 0, 0x6); }
 
 static int has_avx512(void) {
-    return has(FMA_POPCNT_AVX_F16C, AVX2_BMI2 | AVX512_F_DQ_BW_VL, AVX512_VBMI, 0xe6);
+    return has(FMA_POPCNT_AVX_F16C, AVX2_BMI2 | AVX512_F_DQ_BW_VL, AVX512_VBMI_VBMI2_VNNI, 0xe6);
 }
 #endif
 DECLARE(baseline)

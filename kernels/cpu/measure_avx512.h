@@ -1,86 +1,261 @@
-/* Statistics of eight blocks with AVX-512; the same sums in the same order as measure_block. */
+/* Encoding BF16 blocks and measuring them in one pass, with AVX-512 (VBMI2 and VNNI too).
+ *
+ * A batch is scanned for its scale bytes first and encoded second, four blocks at a time. Squares go
+ * straight to sums of 32 bits in every lane, kept apart by scale byte, so that nothing is summed
+ * across a vector before a sum might overflow. What this does not cover is left to measure_block:
+ * scale bytes far from those of the blocks before, subnormal scales, values of 8 scales and more.
+ */
 #include "pairs_avx512.h"
+#include "scan_avx512.h"
 
-/* Sums over each of eight blocks: a vector of 16 sums of neighbours becomes one number. Two
- * quantities are reduced together, ending in the order SUM_OF. */
-static const int SUM_OF[8] = {0, 8, 1, 9, 2, 10, 3, 11}; /* block to lane; the other one is at + 4 */
+#define EACH for (int j = 0; j < 4; j++)
 
-#define LARGER_MAGNITUDE 0xb /* of vrangeps */
+/* What the loop keeps in registers. Its steps are as wide as those of words.h, quarters of the scale
+ * from the lowest midpoint on, but all of the same width. */
+typedef struct {
+    __m512i exponents, one, less, tie, six, elements, codes, positive, join, order;
+} mx_constants;
 
-INLINE __m512 fold_halves(__m512 signal, __m512 error) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(signal, error, 0x44),
-                         _mm512_shuffle_f32x4(signal, error, 0xee));
+static void make_constants(mx_constants *c, const mx_plan *plan) {
+    static const uint8_t first_step[8] = {0, 1, 3, 5, 7, 10, 14, 20};
+    static const uint8_t halves[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    uint16_t elements[32];
+    uint8_t codes[64], order[64], exponents[64];
+    for (int step = 0; step < 32; step++) {
+        uint8_t code = 0;
+        for (uint8_t k = 1; k < 8; k++) code = step >= first_step[k] ? k : code;
+        elements[step] = (uint16_t)(halves[code] << (MX_UNIT_BITS - 1));
+        codes[step + 32] = code;
+        codes[step] = code ? code | 8 : plan->steps[32]; /* of negative values */
+    }
+    for (int i = 0; i < 64; i++) {
+        int block = i / 16, byte = i % 16;
+        order[i] = (uint8_t)(2 * (byte / 4 * 8 + block % 2 * 4 + byte % 4) + block / 2 * 64);
+        exponents[i] = (uint8_t)(i % 8 / 2 * 16 + 7);
+    }
+    c->exponents = _mm512_loadu_si512(exponents);
+    c->one = _mm512_set1_epi16(1);
+    c->less = _mm512_set1_epi16(plan->tie_add == 31); /* but not for ties away from zero */
+    c->tie = _mm512_set1_epi16(plan->tie_bump ? 0x40 : 0);
+    c->six = _mm512_set1_epi16((short)(6 << MX_UNIT_BITS));
+    c->elements = _mm512_loadu_si512(elements);
+    c->codes = _mm512_loadu_si512(codes);
+    c->positive = _mm512_set1_epi8(32);
+    c->join = _mm512_set1_epi16(0x1001);
+    c->order = _mm512_loadu_si512(order);
 }
 
-INLINE __m512 fold_quarters(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-
-INLINE __m512 fold_pairs(__m512 a, __m512 b) {
-    __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
-    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                         _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-}
-
-INLINE __m512 fold_last(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
-}
-
-INLINE __m512 fold_eight(const __m512 *v) {
-    __m512 low = fold_pairs(fold_quarters(v[0], v[1]), fold_quarters(v[2], v[3]));
-    __m512 high = fold_pairs(fold_quarters(v[4], v[5]), fold_quarters(v[6], v[7]));
-    return fold_last(low, high);
-}
-
-INLINE void add_sums(__m512 sums, const uint8_t *scales, mx_statistics *to) {
-    int64_t sum[16] __attribute__((aligned(64)));
-    sums = _mm512_mul_ps(sums, _mm512_set1_ps(MX_SUM_UNIT));
-    _mm512_store_si512(sum, _mm512_cvtps_epi64(_mm512_castps512_ps256(sums)));
-    _mm512_store_si512(sum + 8, _mm512_cvtps_epi64(_mm512_extractf32x8_ps(sums, 1)));
-    for (int i = 0; i < 8; i++) {
-        to->histogram[scales[i]]++;
-        to->signal[scales[i]] += sum[SUM_OF[i]];
-        to->error[scales[i]] += sum[SUM_OF[i] + 4];
+/* Zeros were measured as if they were tiny, which is to be taken back, and the saturated words of zeros
+ * and subnormals do not tell the sign of the code. */
+static __attribute__((noinline)) void treat_zeros(const uint16_t *words, uint8_t *codes,
+                                                  const uint8_t *scales, const mx_plan *plan,
+                                                  mx_statistics *to) {
+    EACH {
+        __m512i v = _mm512_loadu_si512(words + MX_BLOCK * j);
+        if (!_mm512_testn_epi16_mask(v, _mm512_set1_epi16(WORD_INFINITY))) continue;
+        int zeros = __builtin_popcount(
+            _mm512_testn_epi16_mask(v, _mm512_set1_epi16(WORD_MAGNITUDE)));
+        to->flushed -= zeros;
+        to->error[scales[j]] -= zeros;
+        encode_given(words + MX_BLOCK * j, scales[j], plan, codes + MX_BLOCK_BYTES * j);
     }
 }
 
-INLINE void measure_eight(const char *source, const uint16_t *words, int dtype,
-                          const uint8_t *codes, const uint8_t *scales, const mx_plan *plan,
-                          mx_statistics *to) {
+/* Encode and measure four blocks that have slots. */
+INLINE void measure_four(const uint16_t *words, uint8_t *codes, const uint8_t *scales,
+                         const mx_plan *plan, const mx_constants *c, mx_sums *sums,
+                         mx_counts *counts, mx_statistics *to) {
+    __m512i v[4], x[4], t[4], sign[2], step[2];
+    __mmask32 down[4];
+    EACH v[j] = _mm512_loadu_si512(words + MX_BLOCK * j);
+    /* The units: 1.mantissa shifted by its exponent and cut off, but 1 where that is nothing. */
+    EACH x[j] = _mm512_maskz_multishift_epi64_epi8(0x5555555555555555, c->exponents, v[j]);
+    EACH t[j] = _mm512_slli_epi16(v[j], 9);
+    EACH x[j] = _mm512_subs_epu16(x[j], _mm512_set1_epi16((short)(scales[j] - MX_UNIT_BITS)));
+    EACH down[j] = _mm512_testn_epi16_mask(v[j], c->tie);
+    EACH x[j] = _mm512_shldv_epi16(c->one, t[j], x[j]);
+    __m512i least = _mm512_min_epu16(_mm512_min_epu16(x[0], x[1]), _mm512_min_epu16(x[2], x[3]));
+    EACH counts->clipped += (unsigned)__builtin_popcount(_mm512_cmpgt_epu16_mask(x[j], c->six));
+    /* A value on a midpoint that is to be rounded down is put below it. */
+    EACH t[j] = _mm512_mask_sub_epi16(x[j], down[j], x[j], c->less);
+    EACH t[j] = _mm512_srli_epi16(t[j], MX_UNIT_BITS - 2);
+    step[0] = _mm512_packus_epi16(t[0], t[1]);
+    step[1] = _mm512_packus_epi16(t[2], t[3]);
+    EACH t[j] = _mm512_sub_epi16(x[j], _mm512_permutexvar_epi16(t[j], c->elements));
+    EACH x[j] = _mm512_srli_epi16(x[j], MX_SIGNAL_CUT);
+    EACH {
+        mx_slot *slot = &sums->slots[scales[j] % SLOTS];
+        sums->blocks[scales[j] % SLOTS]++;
+        slot->error[j] = _mm512_dpwssd_epi32(slot->error[j], t[j], t[j]);
+        slot->signal[j] = _mm512_dpwssd_epi32(slot->signal[j], x[j], x[j]);
+    }
+    /* Signed saturation to a byte leaves 0x80 or 0x7f of all words but those of tiny values. */
+    sign[0] = _mm512_packs_epi16(v[0], v[1]);
+    sign[1] = _mm512_packs_epi16(v[2], v[3]);
+    for (int k = 0; k < 2; k++) {
+        __mmask64 zeros = _mm512_testn_epi8_mask(step[k], step[k]);
+        counts->flushed += (unsigned)__builtin_popcountll(zeros);
+        step[k] = _mm512_ternarylogic_epi64(step[k], sign[k], c->positive, 0xf8); /* a | b & c */
+        step[k] = _mm512_permutexvar_epi8(step[k], c->codes);
+        step[k] = _mm512_maddubs_epi16(step[k], c->join);
+    }
+    _mm512_storeu_si512(codes, _mm512_permutex2var_epi8(step[0], c->order, step[1]));
+    if (UNLIKELY(_mm512_cmpeq_epi16_mask(least, c->one)))
+        treat_zeros(words, codes, scales, plan, to);
+}
+
+static void measure_batch(const uint16_t *words, uint8_t *codes, const uint8_t *scales,
+                          const mx_flags *flags, size_t blocks, const mx_plan *plan,
+                          const mx_constants *constants, mx_sums *sums, mx_statistics *to) {
+    const mx_constants c = *constants; /* a copy, which stores cannot change */
+    mx_counts counts = {0};
+    for (size_t i = 0; i < blocks; i += 4)
+        if (!UNLIKELY(flags[i / 8].outside))
+            measure_four(words + MX_BLOCK * i, codes + MX_BLOCK_BYTES * i, scales + i, plan, &c,
+                         sums, &counts, to);
+    to->clipped += counts.clipped;
+    to->flushed += counts.flushed;
+}
+
+INLINE uint64_t sum_lanes(__m512i *sums) {
+    const __m512i low = _mm512_set1_epi64(0xffffffff);
+    __m512i total = _mm512_setzero_si512();
+    for (int k = 0; k < 4; k++) {
+        __m512i part = sums[k];
+        total = _mm512_add_epi64(total, _mm512_and_si512(part, low));
+        total = _mm512_add_epi64(total, _mm512_srli_epi64(part, 32));
+        sums[k] = _mm512_setzero_si512();
+    }
+    return (uint64_t)_mm512_reduce_add_epi64(total);
+}
+
+/* Add all slots to the statistics, and let them begin at another scale byte. */
+static void move_slots(mx_sums *sums, int first, mx_statistics *to) {
+    for (int byte = sums->first; byte < sums->first + SLOTS; byte++) {
+        int slot = byte % SLOTS;
+        if (!sums->blocks[slot]) continue;
+        add_sums(byte, sums->blocks[slot],
+                 sum_lanes(sums->slots[slot].signal) << (2 * MX_SIGNAL_CUT),
+                 sum_lanes(sums->slots[slot].error), to);
+        sums->blocks[slot] = 0;
+    }
+    sums->first = first;
+}
+
+/* Whether another batch, which adds less than 2^31 to a lane, might be too much for the signal, or
+ * for the error too. */
+INLINE int may_overflow(const mx_sums *sums, int error_too) {
+    __m512i any = _mm512_setzero_si512();
+    for (int slot = 0; slot < SLOTS; slot++) {
+        if (!sums->blocks[slot]) continue;
+        for (int k = 0; k < 4; k++) {
+            any = _mm512_or_si512(any, sums->slots[slot].signal[k]);
+            if (error_too) any = _mm512_or_si512(any, sums->slots[slot].error[k]);
+        }
+    }
+    return _mm512_movepi32_mask(any) != 0;
+}
+
+/* Raise the largest error so far by those of some blocks. */
+static void check_errors(const uint16_t *words, const uint8_t *codes, const uint8_t *scales,
+                         unsigned blocks, mx_sums *sums) {
     const __m512 elements = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2,
                                            -3, -4, -6);
-    __m512 folded[8], most = _mm512_setzero_ps(), worst = _mm512_setzero_ps();
-    unsigned clipped = 0, flushed = 0;
-    for (int i = 0; i < 8; i++) {
-        int byte = scales[i];
-        __m512 inverse = _mm512_set1_ps(float_of((uint32_t)(254 - byte) << 23));
-        __m512 scale = _mm512_set1_ps(float_of(byte ? (uint32_t)byte << 23 : 1u << 22));
-        mx_pairs value = load_pairs(source + (size_t)i * MX_BLOCK * width_of(dtype), dtype);
+    for (; blocks; blocks &= blocks - 1) {
+        int i = __builtin_ctz(blocks);
+        __m512 inverse = _mm512_set1_ps(float_of((uint32_t)(254 - scales[i]) << 23));
+        mx_pairs value = pairs_of_words(_mm512_loadu_si512(words + MX_BLOCK * i));
         __m512i index = _mm512_cvtepu8_epi32(
             _mm_loadu_si128((const __m128i *)(const void *)(codes + MX_BLOCK_BYTES * i)));
-        __m512 even = _mm512_mul_ps(value.even, inverse), odd = _mm512_mul_ps(value.odd, inverse);
-        __m512 even_error = _mm512_sub_ps(even, _mm512_permutexvar_ps(index, elements));
-        index = _mm512_srli_epi32(index, 4);
-        __m512 odd_error = _mm512_sub_ps(odd, _mm512_permutexvar_ps(index, elements));
-        most = _mm512_max_ps(most, _mm512_range_ps(value.even, value.odd, LARGER_MAGNITUDE));
-        __m512 larger = _mm512_range_ps(even_error, odd_error, LARGER_MAGNITUDE);
-        worst = _mm512_max_ps(worst, _mm512_mul_ps(larger, scale));
-        __m512 signal = _mm512_add_ps(_mm512_mul_ps(even, even), _mm512_mul_ps(odd, odd));
-        __m512 error = _mm512_add_ps(_mm512_mul_ps(even_error, even_error),
-                                     _mm512_mul_ps(odd_error, odd_error));
-        folded[i] = fold_halves(signal, error);
-
-        __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(words + MX_BLOCK * i),
-                                             _mm512_set1_epi16(WORD_MAGNITUDE));
-        __m512i largest = _mm512_set1_epi16((short)((byte << 7) + 0x140));
-        __m512i lowest = _mm512_set1_epi16((short)(quarter_word(byte) - plan->flush_ties));
-        __m512i less_one = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1));
-        clipped += (unsigned)__builtin_popcount(_mm512_cmpgt_epu16_mask(magnitude, largest));
-        flushed += (unsigned)__builtin_popcount(_mm512_cmplt_epu16_mask(less_one, lowest));
-        if (UNLIKELY(!byte)) to->zero_blocks += _mm512_test_epi16_mask(magnitude, magnitude) == 0;
+        __m512 even = _mm512_sub_ps(_mm512_mul_ps(value.even, inverse),
+                                    _mm512_permutexvar_ps(index, elements));
+        __m512 odd = _mm512_sub_ps(_mm512_mul_ps(value.odd, inverse),
+                                   _mm512_permutexvar_ps(_mm512_srli_epi32(index, 4), elements));
+        __m512 error = _mm512_max_ps(_mm512_abs_ps(even), _mm512_abs_ps(odd));
+        float scale = float_of((uint32_t)scales[i] << 23);
+        error = _mm512_mul_ps(error, _mm512_set1_ps(scale));
+        __m512 worst = _mm512_set1_ps(float_of(sums->worst << 16));
+        if (_mm512_cmp_ps_mask(error, worst, _CMP_GT_OQ))
+            sums->worst = bits_of(_mm512_reduce_max_ps(error)) >> 16;
     }
-    to->clipped += clipped;
-    to->flushed += flushed;
-    add_extremes((double)_mm512_reduce_max_ps(most), (double)_mm512_reduce_max_ps(worst), to);
-    add_sums(fold_eight(folded), scales, to);
+}
+
+INLINE void encode_alone(const uint16_t *words, uint8_t *codes, int byte, const mx_plan *plan,
+                         mx_statistics *to) {
+    encode_given(words, byte, plan, codes);
+    measure_block(words, words, MX_BF16, byte, plan, to);
+}
+
+/* Scan up to a batch of whole eights; fewer if the slots have to move for the next eight. Returns
+ * the number of blocks, or the complement of the first block with a NaN or an infinity. */
+INLINE int64_t scan_batch(const uint16_t *words, uint8_t *scales, size_t blocks,
+                          const mx_plan *plan, mx_flags *flags, unsigned *any, mx_sums *sums,
+                          mx_statistics *to) {
+    for (size_t i = 0; i < blocks; i += 8) {
+        const uint16_t *eight = words + MX_BLOCK * i;
+        flags[i / 8] = scale_eight(eight, scales + i, plan, sums);
+        *any |= (unsigned)(flags[i / 8].outside | flags[i / 8].check);
+        if (!UNLIKELY(flags[i / 8].outside)) continue;
+        int low = 255, high = 0;
+        for (int k = 0; k < 8; k++) {
+            if (block_maximum(eight + MX_BLOCK * k) >= WORD_INFINITY) return ~(int64_t)(i + (size_t)k);
+            low = scales[i + (size_t)k] < low ? scales[i + (size_t)k] : low;
+            high = scales[i + (size_t)k] > high ? scales[i + (size_t)k] : high;
+        }
+        if (low < SLOTS_FROM || high >= SLOTS_TO || high - low >= SLOTS / 2) continue;
+        if (low >= sums->first && high < sums->first + SLOTS) continue;
+        if (i) return (int64_t)i;
+        low -= SLOTS / 4;
+        low = low < SLOTS_FROM ? SLOTS_FROM : low > SLOTS_TO - SLOTS ? SLOTS_TO - SLOTS : low;
+        move_slots(sums, low, to);
+        flags[0] = scale_eight(eight, scales, plan, sums);
+    }
+    return (int64_t)blocks;
+}
+
+/* As mx_encode_function, for BF16 and all rules but the search. */
+static int64_t encode_measured(const uint16_t *words, uint8_t *codes, uint8_t *scales,
+                               size_t blocks, const mx_plan *plan, mx_statistics *to) {
+    mx_sums sums;
+    memset(&sums, 0, sizeof sums);
+    sums.first = SLOTS_FROM;
+    mx_constants constants;
+    make_constants(&constants, plan);
+    size_t i = 0;
+    unsigned batches = 0;
+    while (i + 8 <= blocks) {
+        mx_flags flags[MX_BATCH / 8];
+        const uint16_t *part = words + MX_BLOCK * i;
+        uint8_t *part_codes = codes + MX_BLOCK_BYTES * i, *part_scales = scales + i;
+        size_t most = blocks - i < MX_BATCH ? (blocks - i) / 8 * 8 : MX_BATCH;
+        unsigned any = 0; /* block is particular */
+        int64_t count = scan_batch(part, part_scales, most, plan, flags, &any, &sums, to);
+        if (UNLIKELY(count < 0)) return (int64_t)i + ~count;
+        measure_batch(part, part_codes, part_scales, flags, (size_t)count, plan, &constants, &sums,
+                      to);
+        for (int64_t k = 0; UNLIKELY(any) && k < count; k += 8) {
+            if (flags[k / 8].outside)
+                for (int64_t b = k; b < k + 8; b++)
+                    encode_alone(part + MX_BLOCK * b, part_codes + MX_BLOCK_BYTES * b,
+                                 part_scales[b], plan, to);
+            else if (flags[k / 8].check)
+                check_errors(part + MX_BLOCK * k, part_codes + MX_BLOCK_BYTES * k, part_scales + k,
+                             flags[k / 8].check, &sums);
+        }
+        /* Up to 7 scales, no error is beyond one scale: less than 2^29 in a batch. */
+        int error_too = plan->beyond_seven || ++batches % 4 == 0;
+        if (UNLIKELY(may_overflow(&sums, error_too))) move_slots(&sums, sums.first, to);
+        i += (size_t)count;
+    }
+    for (; i < blocks; i++) {
+        unsigned amax = block_maximum(words + MX_BLOCK * i);
+        if (amax >= WORD_INFINITY) return (int64_t)i;
+        scales[i] = (uint8_t)scale_byte(amax, plan);
+        encode_alone(words + MX_BLOCK * i, codes + MX_BLOCK_BYTES * i, scales[i], plan, to);
+    }
+    move_slots(&sums, sums.first, to);
+    __m128i least = _mm_minpos_epu16(_mm_xor_si128(sums.most, _mm_set1_epi16(-1)));
+    uint32_t most = 0xffff ^ ((uint32_t)_mm_cvtsi128_si32(least) & 0xffff);
+    add_extremes((double)float_of(most << 16), (double)float_of(sums.worst << 16), to);
+    return -1;
 }

@@ -19,8 +19,11 @@ typedef struct {
     mx_floats even[MX_PARTS], odd[MX_PARTS];
 } mx_halves;
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX2__)
 INLINE mx_floats larger_floats(mx_floats a, mx_floats b) { return (mx_floats)_mm256_max_ps(a, b); }
 INLINE mx_floats smaller_floats(mx_floats a, mx_floats b) { return (mx_floats)_mm256_min_ps(a, b); }
 INLINE mx_ints larger_ints(mx_ints a, mx_ints b) {
@@ -40,6 +43,23 @@ INLINE mx_floats smaller_floats(mx_floats a, mx_floats b) {
     return (mx_floats)(((mx_ints)a & first) | ((mx_ints)b & ~first));
 }
 #endif
+
+/* Cut off towards zero. */
+INLINE mx_ints ints_of(mx_floats a) { return __builtin_convertvector(a, mx_ints); }
+
+/* Squares of integers below 2^15 in magnitude; larger ones are cut. */
+INLINE mx_ints square_of(mx_ints a) {
+#if defined(__AVX2__)
+    __m256i magnitude = _mm256_abs_epi32((__m256i)a);
+    return (mx_ints)_mm256_madd_epi16(magnitude, magnitude);
+#elif defined(__SSE2__)
+    __m128i sign = _mm_srai_epi32((__m128i)a, 31);
+    __m128i magnitude = _mm_sub_epi32(_mm_xor_si128((__m128i)a, sign), sign);
+    return (mx_ints)_mm_madd_epi16(magnitude, magnitude);
+#else
+    return a * a;
+#endif
+}
 
 INLINE mx_floats magnitude_of(mx_floats a) { return (mx_floats)((mx_ints)a & 0x7fffffff); }
 

@@ -31,6 +31,7 @@ typedef struct {
     uint8_t steps[64];               /* code of a step, and of a step of a negative value at + 32 */
     uint16_t flush_ties;             /* 0 if a value on the lowest midpoint becomes zero, else 1 */
     int search;
+    int beyond_seven; /* whether a rule other than the search leaves values beyond 7 scales */
 } mx_plan;
 
 static void make_plan(mx_plan *plan, const mx_options *options) {
@@ -44,6 +45,7 @@ static void make_plan(mx_plan *plan, const mx_options *options) {
     plan->sign_minus = (uint16_t)set;
     plan->sign_above = set ? 0x7ffe : options->zero_sign == MX_ZERO_SOURCE ? 0x7fff : 0x8000;
     plan->search = options->search;
+    plan->beyond_seven = options->bias < 0x20;
     for (int step = 0; step < 32; step++) {
         uint8_t code = 0;
         for (uint8_t c = 1; c < 8; c++) code = step >= first_step[c] ? c : code;

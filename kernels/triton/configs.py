@@ -53,7 +53,8 @@ class TileConfig:
     A program computes `tokens` x `rows` of the result with `warps` warps and loads `stages` chunks
     ahead; `swap` puts the weight on the left; `group` tiles along M run next to each other;
     `programs_per_core` is how many programs per multiprocessor K is split to reach (0: never
-    split); `decoder` is "ptx" or "plain".
+    split); `decoder` is "ptx" or "plain"; `depth`, 16 or 32, is how many columns of a plane meet in
+    one product (16 takes fewer registers).
     """
 
     tokens: int
@@ -64,6 +65,7 @@ class TileConfig:
     group: int = 8
     programs_per_core: int = 0
     decoder: str = "ptx"
+    depth: int = 32
 
 
 MAX_SPLIT = 8
@@ -100,16 +102,16 @@ _HOPPER: Table = {
 _AMPERE: Table = {
     Regime.DECODE: TileConfig(16, 128, 4, 4, programs_per_core=4),
     Regime.SMALL: TileConfig(32, 128, 4, 4, programs_per_core=2),
-    Regime.MEDIUM: TileConfig(64, 128, 4, 3, programs_per_core=2),
-    Regime.LARGE: TileConfig(128, 128, 8, 3),
-    Regime.PREFILL: TileConfig(128, 128, 8, 3),
+    Regime.MEDIUM: TileConfig(64, 128, 4, 3, programs_per_core=2, depth=16),
+    Regime.LARGE: TileConfig(128, 128, 4, 3, depth=16),
+    Regime.PREFILL: TileConfig(128, 128, 4, 3, depth=16),
 }
 
 # 99 KiB of shared memory for a program.
 _AMPERE_SMALL: Table = {
     Regime.DECODE: TileConfig(16, 128, 4, 4, programs_per_core=4),
     Regime.SMALL: TileConfig(32, 128, 4, 4, programs_per_core=2),
-    Regime.MEDIUM: TileConfig(64, 64, 4, 3, programs_per_core=4),
+    Regime.MEDIUM: TileConfig(64, 128, 4, 3, programs_per_core=2, depth=16),
     Regime.LARGE: TileConfig(128, 128, 8, 2),
     Regime.PREFILL: TileConfig(128, 128, 8, 2),
 }

@@ -50,18 +50,28 @@ MATRIX = {
 """The matrix instruction by the longest matching start of the architecture, and regime."""
 
 ISSUE_LIMITS = {
-    "sm_80": (3.0, 3.5, 4.2, 6.6),
-    "sm_86": (3.0, 3.5, 4.6, 6.6),
-    "sm_89": (3.0, 3.5, 4.6, 6.6),
-    "sm_90": (3.0, 3.5, 3.6, 4.2),
+    "sm_80": (3.0, 3.4, 4.0, 5.4),
+    "sm_86": (3.0, 3.5, 4.0, 6.1),
+    "sm_89": (3.0, 3.5, 4.0, 6.1),
+    "sm_90": (3.0, 3.5, 3.6, 3.7),
     "sm_100": (3.7, 3.7, 3.8, 5.4),
     "sm_103": (3.7, 3.7, 3.8, 5.4),
-    "sm_120": (3.0, 3.3, 4.6, 6.0),
+    "sm_120": (3.0, 3.3, 3.9, 6.0),
 }
 """Most instructions per weight in the main loop with folded scales: decode, small, medium, large.
 
-An H200 at 4.3 TB/s has 3.7 to 4.1 issue slots a weight. Before Hopper a tile of 128 tokens needs 2
-instructions a weight for the matrix products alone and one for their operands.
+An H200 at 4.3 TB/s has 3.7 to 4.1 issue slots a weight; an A100 has 16 in the time its tensor cores
+take for 128 tokens, so there the matrix products are the bound, then the reads of shared memory.
+
+Before Hopper a tile of 128 tokens cannot reach 4.2. The sums of 32 rows x 128 tokens take half the
+registers of a warp, those of 64 rows would take all. With 32 rows a weight costs at least 2.00
+mma.m16n8k16 (128 products of the 2048 that 32 lanes issue at once), 0.50 ldmatrix for the tokens
+(256 values for 32 rows), 1.63 to decode and scale (13 instructions for 8 codes), 0.03 ldmatrix for
+the words, 0.16 for the scales and 0.16 cp.async: 4.48, and 4.73 for float16 (15 instructions),
+before addresses, barriers and the loop itself. A decoder of 12 instructions (fewer are impossible:
+no four translates of the bits 15, 8, 7, 6 tile 16 positions, so one plane needs more than a shift
+and a mask) and tiles of 256 rows would leave 4.29. Tiles of 64 tokens would be counted with 3.7,
+but decode every weight twice.
 """
 
 NATIVE_ISSUE_LIMIT = 6.0
@@ -261,6 +271,7 @@ def _products(architecture: str, regime: Regime, config: TileConfig) -> Iterator
                 common: dict[str, object] = {
                     "TOKENS": config.tokens,
                     "ROWS": config.rows,
+                    "DEPTH": config.depth,
                     "FOLDED": folded,
                     "SWAP": config.swap,
                     "EVEN_K": even,

@@ -205,6 +205,7 @@ def _launch(
         activation.alpha,
         TOKENS=config.tokens,
         ROWS=config.rows,
+        DEPTH=config.depth,
         GATHER=order is not None,
         ACTIVATION=kind,
         FOLDED=w.folded,

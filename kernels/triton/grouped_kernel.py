@@ -55,6 +55,7 @@ def grouped_kernel(
     alpha,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
     GATHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -72,17 +73,18 @@ def grouped_kernel(
         expert = tl.load(tiles_ptr + tile).to(tl.int64)
         first = tl.load(tiles_ptr + tiles + tile)
         m = tl.arange(0, TOKENS)
-        n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        lane = tl.arange(0, 32)
-        sorted_row = first + m
+        lane = tl.arange(0, DEPTH)
+        # Rows that do not exist repeat the last one; their results are not stored.
+        x_row = first + tl.minimum(m, rows - 1)
         if GATHER:
-            x_row = tl.load(order_ptr + sorted_row, mask=m < rows, other=0) // choices
-        else:
-            x_row = sorted_row
-        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + lane[None, :]
-        w_ptrs = w_ptr + expert * w_expert_stride
-        w_ptrs = w_ptrs + n.to(tl.int64)[:, None] * w_stride + lane[None, :]
-        s_ptrs = s_ptr + expert * s_expert_stride + n
+            x_row = tl.load(order_ptr + x_row) // choices
+        x_ptrs = x_ptr + (x_row.to(tl.int64)[:, None] * x_stride + lane[None, :])
+        w_row = tl.arange(0, ROWS).to(tl.int64)[:, None]
+        w_base = w_ptr + expert * w_expert_stride
+        w_base += (tl.program_id(1) * ROWS).to(tl.int64) * w_stride
+        w_ptrs = w_base + (w_row * w_stride + lane[None, :])
+        s_base = s_ptr + expert * s_expert_stride + tl.program_id(1) * ROWS
+        s_ptrs = s_base + tl.arange(0, ROWS)
         acc = sum_chunks(
             x_ptrs,
             m[:, None],
@@ -95,12 +97,14 @@ def grouped_kernel(
             K,
             TOKENS,
             ROWS,
+            DEPTH,
             FOLDED,
             SWAP,
             EVEN_K,
             DECODER,
             INTERP,
         )
+        n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         acc = acc * tl.load(factor_ptr + expert)
         if HAS_BIAS:
             acc += widen(tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0))[None, :]
@@ -112,5 +116,5 @@ def grouped_kernel(
             column = tl.program_id(1) * (ROWS // 2) + tl.arange(0, ROWS // 2)
             width = N // 2
         mask = (m[:, None] < rows) & (column[None, :] < width)
-        out_ptrs = out_ptr + sorted_row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        out_ptrs = out_ptr + (first + m).to(tl.int64)[:, None] * out_stride + column[None, :]
         tl.store(out_ptrs, narrow(acc, FLOAT, INTERP), mask=mask)

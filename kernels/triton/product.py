@@ -146,6 +146,7 @@ def _fused(
         out.stride(0),
         TOKENS=config.tokens,
         ROWS=config.rows,
+        DEPTH=config.depth,
         GROUP=config.group,
         SPLIT=split,
         FOLDED=w.folded,

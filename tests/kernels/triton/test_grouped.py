@@ -65,6 +65,22 @@ def test_grouped_product(
     torch.testing.assert_close(y, near, rtol=2**-7, atol=2**-7 * near.abs().max().item())
 
 
+@pytest.mark.parametrize("depth", [16, 32])
+def test_grouped_product_in_large_tiles(
+    depth, make_weight, activations, exact, assert_at_floor, poisoned_memory
+):
+    counts, columns = [0, 129, 3], 160
+    w, x = make_weight(3, 40, columns), activations(132, columns, torch.bfloat16)
+    buffer = torch.full((140, columns + 128), torch.nan, dtype=torch.bfloat16)
+    buffer[:132, :columns] = x
+    ends = torch.tensor(counts).cumsum(0).int()
+    config = TileConfig(128, 64, 4, 1, decoder="plain", depth=depth)
+    y = grouped_matmul(buffer[:132, :columns], pack(w), ends, config=config)
+    parts = zip(x.split(counts), range(3), strict=True)
+    wanted = [exact(part, reference.expert_weight(w, e)) for part, e in parts]
+    assert_at_floor(y, torch.cat(wanted))
+
+
 class Layer:
     """A small routed layer and its exact result."""
 

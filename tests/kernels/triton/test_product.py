@@ -56,6 +56,29 @@ def test_both_orders_of_the_operands(swap, dtype, make_weight, activations, exac
     assert_at_floor(y, exact(x, w))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [16, 32])
+@pytest.mark.parametrize(("tokens", "columns"), [(131, 96), (70, 160), (128, 32), (3, 256)])
+def test_large_tiles_repeat_rows_instead_of_masking(
+    tokens, columns, depth, dtype, make_weight, activations, exact, assert_at_floor, poisoned_memory
+):
+    w, x = make_weight(40, columns), activations(tokens, columns, dtype)
+    # NaN behind the last row, and behind every row where the last chunk ends in the padding.
+    buffer = torch.full((tokens + 130, columns + 128), torch.nan, dtype=dtype)
+    buffer[:tokens, :columns] = x
+    config = TileConfig(128, 64, 4, 1, decoder="plain", depth=depth)
+    y = matmul(buffer[:tokens, :columns], pack(w, dtype=dtype), config=config)
+    assert_at_floor(y, exact(x, w))
+
+
+@pytest.mark.parametrize("tokens", [5, 17])
+def test_depth_of_small_tiles(tokens, make_weight, activations, exact, assert_at_floor):
+    w, x = make_weight(40, 352), activations(tokens, 352, torch.bfloat16)
+    packed = pack(w)
+    y = matmul(x, packed, config=replace(SMALL, depth=16))
+    assert_at_floor(y, exact(x, w))
+
+
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize(("dtype", "octaves"), [(torch.bfloat16, 85), (torch.float16, 40)])
 def test_scales_too_wide_to_fold(swap, dtype, octaves, exact, make_weight, assert_at_floor):

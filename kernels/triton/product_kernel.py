@@ -3,8 +3,9 @@
 A tile is TOKENS x ROWS and advances by one chunk of 128 elements: one tile of words, one row of
 scale words, four slices of x, one per plane. Words, scales and x are the only loads of the loop and
 are all asynchronous; each plane is decoded in registers, multiplied by its scale (exact) and enters
-a matrix product of depth 32, or two of depth 16 where registers are short (DEPTH). SWAP puts the weight on the left of that product, where it needs no
-way through shared memory on Hopper and is decoded once per tile on other devices.
+a matrix product of depth 32, or two of depth 16 where registers are short (DEPTH). SWAP puts the
+weight on the left of that product, where it needs no way through shared memory on Hopper and is
+decoded once per tile on other devices.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mxfp4.kernels.triton.decode import (
 )
 
 # Tiles of so many tokens repeat the last row of x instead of masking what is beyond it: predicates
-# cost instructions and registers, and few rows of such a tile are missing. Smaller ones may have one
-# row of sixteen, and are there to read little.
+# cost instructions and registers, and few rows of such a tile are missing. Smaller ones may have
+# one row of sixteen, and are there to read little.
 _UNMASKED_TOKENS = tl.constexpr(128)
 
 

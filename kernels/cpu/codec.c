@@ -42,7 +42,7 @@ INLINE int64_t encode_as(int dtype, const char *source, uint8_t *codes, uint8_t 
         if (plan->search)
             search(part, words, dtype, part_codes, part_scales, count, i, options, plan);
         if (statistics)
-            measure(part, words, dtype, part_scales, count, plan, statistics);
+            measure(part, words, dtype, part_codes, part_scales, count, plan, statistics);
     }
     return -1;
 }

@@ -81,6 +81,17 @@ INLINE void add_squares(const mx_ints *units, const mx_ints *errors, int byte, m
         add_sums(byte, 1, signal << (2 * MX_SIGNAL_CUT), error, to);
 }
 
+/* The largest difference between a value and its element, in scales. */
+INLINE float largest_error(const mx_halves *value, float inverse) {
+    mx_floats worst = {0};
+    for (int i = 0; i < MX_PARTS; i++) {
+        mx_floats even = value->even[i] * inverse, odd = value->odd[i] * inverse;
+        worst = larger_floats(worst, magnitude_of(even - nearest_floats(even)));
+        worst = larger_floats(worst, magnitude_of(odd - nearest_floats(odd)));
+    }
+    return largest_of(worst);
+}
+
 INLINE void measure_block(const void *source, const uint16_t *words, int dtype, int byte,
                           const mx_plan *plan, mx_statistics *to) {
     if (UNLIKELY(!byte && block_maximum(words) == 0)) {
@@ -107,12 +118,17 @@ INLINE void measure_block(const void *source, const uint16_t *words, int dtype, 
     count_words(words, byte, plan, to);
 }
 
-INLINE void measure(const void *source, const uint16_t *words, int dtype, const uint8_t *scales,
-                    size_t blocks, const mx_plan *plan, mx_statistics *to) {
+#if defined(__AVX2__)
+#include "measure_avx2.h"
+#else
+INLINE void measure(const void *source, const uint16_t *words, int dtype, const uint8_t *codes,
+                    const uint8_t *scales, size_t blocks, const mx_plan *plan, mx_statistics *to) {
     size_t width = MX_BLOCK * width_of(dtype);
+    (void)codes;
     for (size_t i = 0; i < blocks; i++)
         measure_block((const char *)source + i * width, words + i * MX_BLOCK, dtype, scales[i],
                       plan, to);
 }
+#endif
 
 #endif

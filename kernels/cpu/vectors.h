@@ -63,14 +63,26 @@ INLINE mx_ints square_of(mx_ints a) {
 
 INLINE mx_floats magnitude_of(mx_floats a) { return (mx_floats)((mx_ints)a & 0x7fffffff); }
 
+/* GCC copies to a variable in pieces, and waits for them when it loads the variable. */
+INLINE mx_ints load_ints(const void *source) {
+#if defined(__AVX2__)
+    return (mx_ints)_mm256_loadu_si256((const __m256i *)source);
+#elif defined(__SSE2__)
+    return (mx_ints)_mm_loadu_si128((const __m128i *)source);
+#else
+    mx_ints value;
+    memcpy(&value, source, sizeof value);
+    return value;
+#endif
+}
+
 /* Magnitudes of the values of a block. */
 INLINE void load_halves(const void *source, int dtype, mx_halves *to) {
     if (dtype == MX_BF16) {
-        mx_ints pair[MX_PARTS];
-        memcpy(pair, source, sizeof pair);
         for (int i = 0; i < MX_PARTS; i++) {
-            to->even[i] = magnitude_of((mx_floats)(pair[i] << 16));
-            to->odd[i] = (mx_floats)(pair[i] & 0x7fff0000);
+            mx_ints pair = load_ints((const char *)source + i * MX_VECTOR);
+            to->even[i] = magnitude_of((mx_floats)(pair << 16));
+            to->odd[i] = (mx_floats)(pair & 0x7fff0000);
         }
         return;
     }

@@ -68,14 +68,16 @@ INLINE unsigned quarter_word(int byte) {
     return byte >= EXACT_FROM ? (unsigned)(byte - 2) << 7 : 0x10u << byte;
 }
 
-INLINE unsigned block_maximum(const uint16_t *words) {
+INLINE unsigned largest_word(const uint16_t *words, int count) {
     uint16_t most = 0;
-    for (int i = 0; i < MX_BLOCK; i++) {
+    for (int i = 0; i < count; i++) {
         uint16_t magnitude = words[i] & WORD_MAGNITUDE;
         most = magnitude > most ? magnitude : most;
     }
     return most;
 }
+
+INLINE unsigned block_maximum(const uint16_t *words) { return largest_word(words, MX_BLOCK); }
 
 /* The step of one magnitude word for any scale byte. Below EXACT_FROM the words are first put on a
  * linear scale, units of 2^-133, and compared there. */

@@ -55,6 +55,7 @@ def check(
     codes, scales = np.full((len(bits), 16), 0xA5, np.uint8), np.full(len(bits), 0xA5, np.uint8)
     bad, found = implementation.encode_blocks(bits, dtype, options, codes, scales, statistics=True)
     assert bad == -1
+    assert found is not None
     assert found == wanted(bits, dtype, options)
     wanted_codes, wanted_scales = slow_encode(bits, dtype, options)
     assert (scales == wanted_scales).all()

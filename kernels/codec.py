@@ -1,7 +1,8 @@
 """Quantize and dequantize tensors with the fastest implementation; the bytes are the reference's.
 
 Tensors on a CPU go through the row codec as arrays, in place and without copies where they are
-contiguous. Tensors elsewhere go through the reference in chunks, which bounds its memory.
+contiguous. Tensors elsewhere go through the Triton kernels, or where those cannot work (see
+`device_codec`) through the reference in chunks, which bounds its memory.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from mxfp4 import codec as reference
-from mxfp4.elements import pack_codes
+from mxfp4.elements import pack_codes, unpack_codes
 from mxfp4.errors import NonFiniteError
 from mxfp4.kernels.backends import REFERENCE, block_codec
+from mxfp4.kernels.device_codec import TRITON, device_codec
 from mxfp4.kernels.rows import decode_rows, encode_rows
-from mxfp4.spec import BLOCK_SIZE, CodecOptions, ScaleRule, TieRule, ZeroSign
+from mxfp4.spec import BLOCK_SIZE, E8M0_NAN, CodecOptions, ScaleRule, TieRule, ZeroSign
 from mxfp4.statistics import TensorStatistics
 from mxfp4.tensor import MXTensor, block_axis
 
@@ -32,7 +34,7 @@ PARALLEL_ELEMENTS = 1 << 22
 """Tensors are shared among threads in parts of at least this many elements."""
 
 DEVICE_ELEMENTS = 1 << 24
-"""Elements handled at a time on other devices; the reference needs some 60 bytes for each."""
+"""Elements that torch handles at a time on other devices; it needs some 60 bytes for each."""
 
 
 def quantize(
@@ -83,7 +85,9 @@ def dequantize(
     makes all elements of its block NaN.
     """
     reference.check_dtype(dtype)
-    if t.device.type != "cpu" or block_codec().name == REFERENCE:
+    if t.device.type != "cpu":
+        return _decode_on_device(t, dtype, nan_scale)
+    if block_codec().name == REFERENCE:
         return reference.dequantize(t, dtype=dtype, nan_scale=nan_scale)
     if nan_scale == "raise":
         reference.check_scales(t.scales)
@@ -164,7 +168,38 @@ def _encode_on_device(
     importance: torch.Tensor | None,
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TensorStatistics]:
-    """Codes, scales and statistics of [N, K] on its own device, by the reference in chunks."""
+    """Codes, scales and statistics of [N, K] on its own device."""
+    if device_codec(rows.device, weighted=importance is not None).name == TRITON:
+        return _encode_by_kernel(rows, options, statistics)
+    return _encode_in_chunks(rows, options, importance, statistics)
+
+
+def _encode_by_kernel(
+    rows: torch.Tensor, options: CodecOptions, statistics: bool
+) -> tuple[torch.Tensor, torch.Tensor, TensorStatistics]:
+    """The same by the Triton kernels; they mark what is not finite, and torch measures."""
+    from mxfp4.kernels.triton import codec as kernels
+
+    codes, scales = kernels.encode(rows, options)
+    if bool((scales == E8M0_NAN).any()):
+        reference.check_finite(rows)
+    total = TensorStatistics()
+    if statistics:
+        count, columns = rows.shape
+        for part in _parts(count, max(1, DEVICE_ELEMENTS // max(columns, 1))):
+            blocks = rows[part].float().reshape(-1, columns // BLOCK_SIZE, BLOCK_SIZE)
+            found = unpack_codes(codes[part]).reshape(blocks.shape)
+            total += reference.measure(blocks, found, scales[part].int())
+    return codes, scales, total
+
+
+def _encode_in_chunks(
+    rows: torch.Tensor,
+    options: CodecOptions,
+    importance: torch.Tensor | None,
+    statistics: bool,
+) -> tuple[torch.Tensor, torch.Tensor, TensorStatistics]:
+    """The same by the reference."""
     count, columns = rows.shape
     codes = rows.new_empty(count, columns // 2, dtype=torch.uint8)
     scales = rows.new_empty(count, columns // BLOCK_SIZE, dtype=torch.uint8)
@@ -181,6 +216,19 @@ def _encode_on_device(
         if statistics:
             total += reference.measure(blocks, found, byte)
     return codes, scales, total
+
+
+def _decode_on_device(
+    t: MXTensor, dtype: torch.dtype, nan_scale: Literal["raise", "nan"]
+) -> torch.Tensor:
+    """`dequantize` on the device of `t`."""
+    if device_codec(t.device).name != TRITON:
+        return reference.dequantize(t, dtype=dtype, nan_scale=nan_scale)
+    from mxfp4.kernels.triton import codec as kernels
+
+    if nan_scale == "raise":
+        reference.check_scales(t.scales)
+    return kernels.decode(t.codes, t.scales, dtype).movedim(-1, t.axis)
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:

@@ -33,7 +33,7 @@ from mxfp4.kernels.triton.native_kernel import native_kernel
 from mxfp4.kernels.triton.offline import MachineCode, compile_offline
 from mxfp4.kernels.triton.product_kernel import dense_kernel
 from mxfp4.kernels.triton.routing_kernel import combine_kernel, route_kernel, tile_kernel
-from mxfp4.spec import SCALE_BIAS, ScaleRule
+from mxfp4.spec import BLOCK_SIZE, SCALE_BIAS, ScaleRule, TieRule, ZeroSign
 
 SHARED_BYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99, "gfx": 64, "gfx950": 160}
 """KiB of shared memory a program may have; 227 on other NVIDIA devices."""
@@ -76,6 +76,19 @@ but decode every weight twice.
 
 NATIVE_ISSUE_LIMIT = 6.0
 """Emulations of scaled products issue 9 and more per weight."""
+
+CODEC_LIMITS = {
+    "dequantize/fp32": 12.0,
+    "dequantize/*": 10.5,
+    "quantize/fp32/search": 135.0,
+    "quantize/*/search": 62.0,
+    "quantize/fp32/*": 40.0,
+    "quantize/*": 22.0,
+}
+"""Most instructions per element of the codec on NVIDIA devices, by the first matching name.
+
+An H200 reading bfloat16 at 4.3 TB/s has some 19 for each. The search tries three scales in float64.
+"""
 
 LEAST_INSTRUCTIONS = 60
 """A kernel with fewer was compiled to nothing, as a compiler release once did."""
@@ -377,21 +390,26 @@ def _native(architecture: str) -> Iterator[Case]:
 def _codec(architecture: str) -> Iterator[Case]:
     for dtype, pointer in {**DTYPES, "fp32": "*fp32!"}.items():
         arguments = {"codes_ptr": "*i32!", "scales_ptr": "*u8!", "blocks": "i32"}
-        for rule in ScaleRule:
+        for rule, ties, sign in _codec_choices():
+            choice = rule.value
+            if (ties, sign) != (TIES[0], ZERO_SIGNS[0]):
+                choice += f"-{ties.value}-{sign.value}"
             yield Case(
-                f"{architecture}/codec/quantize/{dtype}/{rule}",
+                f"{architecture}/codec/quantize/{dtype}/{choice}",
                 architecture,
                 quantize_kernel,
                 {**arguments, "x_ptr": pointer},
                 {
                     "BIAS": SCALE_BIAS[rule],
                     "SEARCH": rule is ScaleRule.SEARCH,
-                    "TIES": TIES.index(TIES[0]),
-                    "SIGN": ZERO_SIGNS.index(ZERO_SIGNS[0]),
+                    "TIES": TIES.index(ties),
+                    "SIGN": ZERO_SIGNS.index(sign),
                     "BLOCKS": QUANTIZE.blocks,
                 },
                 QUANTIZE.warps,
                 1,
+                QUANTIZE.blocks * BLOCK_SIZE,
+                issue_limit=_codec_limit(architecture, f"quantize/{dtype}/{choice}"),
             )
         yield Case(
             f"{architecture}/codec/dequantize/{dtype}",
@@ -401,6 +419,8 @@ def _codec(architecture: str) -> Iterator[Case]:
             {"BLOCKS": DEQUANTIZE.blocks, "INTERP": False},
             DEQUANTIZE.warps,
             1,
+            DEQUANTIZE.blocks * BLOCK_SIZE,
+            issue_limit=_codec_limit(architecture, f"dequantize/{dtype}"),
         )
     for dtype, pointer in DTYPES.items():
         for folded in (True, False):
@@ -426,6 +446,23 @@ def _codec(architecture: str) -> Iterator[Case]:
                 4,
                 1,
             )
+
+
+def _codec_choices() -> Iterator[tuple[ScaleRule, TieRule, ZeroSign]]:
+    """Every scale rule, and with the first of them every other tie rule and zero sign."""
+    for rule in ScaleRule:
+        yield rule, TIES[0], ZERO_SIGNS[0]
+    for ties in TIES[1:]:
+        yield ScaleRule.EVEN, ties, ZERO_SIGNS[0]
+    for sign in ZERO_SIGNS[1:]:
+        yield ScaleRule.EVEN, TIES[0], sign
+
+
+def _codec_limit(architecture: str, name: str) -> float:
+    """0 where there is no limit."""
+    if not architecture.startswith("sm_"):
+        return 0.0
+    return next(limit for pattern, limit in CODEC_LIMITS.items() if fnmatch(name, pattern))
 
 
 def _routing(architecture: str) -> Iterator[Case]:

@@ -183,8 +183,11 @@ def _main_loop(code: list[tuple[str, str]], labels: dict[str, int], branch: str)
     loops = []
     for position, (name, operands) in enumerate(code):
         found = re.search(r"(\.L[\w.]+)", operands) if name.startswith(branch) else None
-        if found and labels.get(found[1], position + 1) <= position:
+        # Code ends with a branch to itself, which is no loop.
+        if found and labels.get(found[1], position) < position:
             loops.append(code[labels[found[1]] : position + 1])
     matrix = [loop for loop in loops if _matrix(loop)]
-    body = min(matrix, key=len) if matrix else max(loops, key=len, default=code)
+    exits = [position for position, (name, _) in enumerate(code) if name == "EXIT"]
+    whole = code[: exits[-1] + 1] if exits else code
+    body = min(matrix, key=len) if matrix else max(loops, key=len, default=whole)
     return Counter(name for name, _ in body)

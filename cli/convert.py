@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 @click.option(
     "--slab-size",
     callback=parse_size,
-    default="4MiB",
+    default="2MiB",
     show_default=True,
     help="Source bytes a worker holds at a time.",
 )
@@ -99,6 +100,8 @@ def convert(
     The same command continues an interrupted run. OUTPUT is complete once its index exists. With
     several layouts, each gets a folder of its name inside OUTPUT.
     """
+    # numpy starts a BLAS thread per core, which spins beside our own and is never used here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with reported(as_json, debug), termination_unwinds():
         from mxfp4.converters import convert as engine
 

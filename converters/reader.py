@@ -21,10 +21,12 @@ from mxfp4.converters.header import StoredTensor
 from mxfp4.errors import SourceChangedError
 from mxfp4.spec import BLOCK_SIZE
 
-DEFAULT_SLAB_BYTES = 4 << 20
+DEFAULT_SLAB_BYTES = 2 << 20
 """Source bytes a worker holds at a time: small enough to stay in a core's cache."""
 
 _READ_AHEAD_BYTES = 32 << 20
+"""How far the kernel is asked to read ahead: across tensors, as files are read in order."""
+
 _BITS: dict[str, Any] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -77,6 +79,7 @@ class ShardReader:
         self._buffer = buffer
         self._drop_cache = drop_cache
         self._fd = os.open(shard.path, os.O_RDONLY)
+        self._asked = 0
 
     def __enter__(self) -> ShardReader:
         return self
@@ -94,7 +97,7 @@ class ShardReader:
         step = self._buffer.size
         for start in range(tensor.offset, end, step):
             view = self._buffer.take(min(step, end - start))
-            self._read(start, view, tensor, ahead=end)
+            self._read(start, view, tensor)
             yield view
 
     def slabs(
@@ -139,9 +142,7 @@ class ShardReader:
         for first in range(0, count, step):
             size = min(step, count - first)
             raw = buffer.take(size * dtype.itemsize)
-            self._read(
-                start + first * dtype.itemsize, raw, tensor, ahead=start + count * dtype.itemsize
-            )
+            self._read(start + first * dtype.itemsize, raw, tensor)
             yield Slab(np.frombuffer(raw, dtype).reshape(1, size), first)
 
     def _rows(self, tensor: StoredTensor, view: MatrixView, buffer: SlabBuffer) -> Iterator[Slab]:
@@ -184,9 +185,8 @@ class ShardReader:
             picked = stored[:, :: view.row_stride].T
             yield Slab(np.ascontiguousarray(picked), row * view.column_count)
 
-    def _read(
-        self, start: int, target: memoryview, tensor: StoredTensor, *, ahead: int = 0
-    ) -> None:
+    def _read(self, start: int, target: memoryview, tensor: StoredTensor) -> None:
+        self._ask_ahead(start, start + len(target))
         done = 0
         while done < len(target):
             count = os.preadv(self._fd, [target[done:]], start + done)
@@ -198,13 +198,19 @@ class ShardReader:
                     hint="download this shard again, then run the same command",
                 )
             done += count
-        if hasattr(os, "posix_fadvise"):
-            end = start + done
-            if ahead > end:
-                size = min(_READ_AHEAD_BYTES, ahead - end)
-                os.posix_fadvise(self._fd, end, size, os.POSIX_FADV_WILLNEED)
-            if self._drop_cache:
-                os.posix_fadvise(self._fd, start, done, os.POSIX_FADV_DONTNEED)
+        if self._drop_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, done, os.POSIX_FADV_DONTNEED)
+
+    def _ask_ahead(self, start: int, end: int) -> None:
+        """Ask once for every stretch, half a window before it is reached."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if not start <= self._asked <= start + _READ_AHEAD_BYTES:  # elsewhere in the file
+            self._asked = start
+        if end + _READ_AHEAD_BYTES // 2 > self._asked:
+            size = end + _READ_AHEAD_BYTES - self._asked
+            os.posix_fadvise(self._fd, self._asked, size, os.POSIX_FADV_WILLNEED)
+            self._asked += size
 
 
 class SlabBuffer:

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mxfp4.spec import E8M0_BIAS
 
@@ -25,6 +26,7 @@ SIGNAL_CUT = 2
 for scale byte 0, where all values of a block may be far below the scale."""
 
 _NO_BYTES = (0,) * 256
+_ONE = 1 << 2 * (UNIT_BITS + E8M0_BIAS)
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,18 @@ class TensorStatistics:
     @property
     def relative_l2(self) -> float:
         """Norm of the error over norm of the source; 0 for a tensor of zeros."""
-        ratio = _ratio(self.error, self.signal)
-        return math.sqrt(ratio) if ratio else 0.0
+        return math.sqrt(self._noise)
 
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise in decibels; infinite without error."""
-        ratio = _ratio(self.error, self.signal)
-        return -10.0 * math.log10(ratio) if ratio else math.inf
+        return -10.0 * math.log10(self._noise) if self._noise else math.inf
+
+    @cached_property
+    def _noise(self) -> float:
+        """Squared norm of the error over that of the source; 0 for a tensor of zeros."""
+        signal = _exact(self.signal)
+        return _exact(self.error) / signal if signal else 0.0
 
     @property
     def clipped_share(self) -> float:
@@ -120,27 +126,13 @@ def _add(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.add, left, right))
 
 
-def _top(sums: Sequence[int]) -> int:
-    return max((byte for byte, value in enumerate(sums) if value), default=0)
-
-
-def _scaled(sums: Sequence[int], top: int) -> float:
-    """The sum in units of the squared scale of byte `top`, which keeps it far from overflow."""
-    terms = (
-        math.ldexp(value, 2 * (byte - top - UNIT_BITS)) for byte, value in enumerate(sums) if value
-    )
-    return math.fsum(terms)
+def _exact(sums: Sequence[int]) -> int:
+    """The sum over all scale bytes, in units of 2^-24 of the squared scale of byte 0."""
+    return sum(value << 2 * byte for byte, value in enumerate(sums) if value)
 
 
 def _total(sums: Sequence[int]) -> float:
-    top = _top(sums)
     try:
-        return math.ldexp(_scaled(sums, top), 2 * (top - E8M0_BIAS))
+        return _exact(sums) / _ONE
     except OverflowError:
         return math.inf
-
-
-def _ratio(error: Sequence[int], signal: Sequence[int]) -> float:
-    top = _top(signal)
-    below = _scaled(signal, top)
-    return _scaled(error, top) / below if below else 0.0

@@ -2,9 +2,10 @@
 
 In this order: environment and measured roofs (copy, bfloat16 product), a correctness sweep that
 stops everything when it fails, then timings against torch's bfloat16 product, dequantizing before
-it, `tl.dot_scaled`, and torch's grouped product. Every result is written to the JSON file as soon
-as it is there. `--quick` fits in six minutes on an H200. `mxfp4 bench report FILE` makes a table
-and plots of it.
+it, `tl.dot_scaled`, torch's grouped product, and other people's kernels where they are installed.
+What fails beside our own product is recorded and left out. Every result is written to the JSON file
+as soon as it is there. `--quick` fits in six minutes on an H200. `mxfp4 bench report FILE` makes a
+table and plots of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ if REHEARSAL:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
+from kernel_peers import PEERS, Product
 
 from mxfp4.codec import dequantize as dequantize_reference
 from mxfp4.codec import quantize as quantize_reference
@@ -44,6 +46,9 @@ from mxfp4.tensor import MXTensor
 DEVICE = torch.device("cpu" if REHEARSAL else "cuda")
 RESULTS = Path(__file__).parent / "results"
 FLOOR_SHARE = 1.05
+PEER_TOLERANCE = 0.01
+"""Relative Frobenius distance up to which a peer is said to compute the same."""
+
 TINY_CHECKS = [(3, 33, 96), (1, 31, 160)]
 CHECKS = [
     (tokens, *weight)
@@ -133,7 +138,7 @@ class Record:
 
 def environment() -> dict[str, object]:
     name = platform.processor() if REHEARSAL else torch.cuda.get_device_name()
-    importable = ("triton_kernels", "vllm", "marlin")
+    importable = {module for module, _ in PEERS.values()}
     return {
         "rehearsal": REHEARSAL,
         "device": name,
@@ -141,7 +146,9 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "importable": {name: importlib.util.find_spec(name) is not None for name in importable},
+        "importable": {
+            name: importlib.util.find_spec(name) is not None for name in sorted(importable)
+        },
     }
 
 
@@ -207,15 +214,17 @@ def bench_dense(sizes: Sizes, record: Record, bandwidth: float, operations: floa
         packed += [clone(packed[0]) for _ in range(copies_needed(packed[0].nbytes, DEVICE) - 1)]
         plain = dequantize_reference(w)
         plains = [plain] + [plain.clone() for _ in range(copies_needed(plain.nbytes, DEVICE) - 1)]
+        peers, failed = prepared_peers(w)
+        if failed:
+            record.put("peers", {"layer": shape.name, "errors": failed})
         for tokens in sizes.tokens:
             x = torch.randn(tokens, shape.columns, device=DEVICE).bfloat16()
             byte_count = packed[0].nbytes + x.nbytes + 2 * tokens * shape.rows
             multiplications = 2 * tokens * shape.rows * shape.columns
             floor = max(byte_count / bandwidth, multiplications / operations) * 1e6
-            times = {
-                name: timed(calls, sizes)
-                for name, calls in dense_calls(x, w, packed, plains, tokens)
-            }
+            times, errors = dense_times(dense_calls(x, w, packed, plains, tokens), sizes)
+            for name, product_of in peers.items():
+                add_peer(name, product_of, x, packed[0], times, errors, sizes)
             ours = times["mxfp4"]["median_us"]
             entry = {
                 "layer": shape.name,
@@ -224,10 +233,67 @@ def bench_dense(sizes: Sizes, record: Record, bandwidth: float, operations: floa
                 "tokens": tokens,
                 "regime": regime_of(tokens).value,
                 "times": times,
+                "errors": errors,
                 "over_bf16": times["bf16"]["median_us"] / ours,
                 "share_of_roof": floor / ours,
             }
             record.put("dense", entry)
+
+
+def dense_times(
+    series: Iterable[tuple[str, list[Callable[[], object]]]], sizes: Sizes
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Times by name, and what went wrong by name; our own product and torch's must not."""
+    times, errors = {}, {}
+    for name, calls in series:
+        try:
+            times[name] = timed(calls, sizes)
+        except Exception as error:  # whatever a baseline throws, the run goes on
+            if name in ("mxfp4", "bf16"):
+                raise
+            errors[name] = short(error)
+    return times, errors
+
+
+def prepared_peers(
+    w: MXTensor,
+) -> tuple[dict[str, list[Product]], dict[str, str]]:
+    """Products of the peers that are installed, one for each copy of the weight; and failures."""
+    found, failed = {}, {}
+    for name, (module, prepare) in PEERS.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        try:
+            copies = copies_needed(w.codes.nbytes + w.scales.nbytes, DEVICE)
+            found[name] = [prepare(w) for _ in range(copies)]
+        except Exception as error:  # an import surface that changed, most likely
+            failed[name] = short(error)
+    return found, failed
+
+
+def add_peer(
+    name: str,
+    products: list[Product],
+    x: torch.Tensor,
+    w: PackedWeight,
+    times: dict[str, dict[str, float]],
+    errors: dict[str, str],
+    sizes: Sizes,
+) -> None:
+    """Time a peer if it computes what we compute."""
+    try:
+        wanted = product.matmul(x, w).float()
+        difference = (products[0](x).reshape(wanted.shape).float() - wanted).norm()
+        if not difference <= PEER_TOLERANCE * wanted.norm():
+            raise ValueError(f"differs by {float(difference / wanted.norm()):.2g}")
+        times[name] = timed([partial(p, x) for p in products], sizes)
+    except Exception as error:  # as above
+        errors[name] = short(error)
+
+
+def short(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1][:200]}"
 
 
 def dense_calls(
@@ -300,15 +366,24 @@ def mixture_entry(
             [lambda: fused_experts(x, packed_in, packed_out, ids, weights)], sizes
         ),
     }
-    grouped_mm = getattr(torch, "_grouped_mm", None)
-    if grouped_mm is not None and not REHEARSAL:
-        transposed = plain_in.transpose(1, 2)
+    transposed = plain_in.transpose(1, 2)
+    errors = {}
+    try:
         times["bf16 grouped"] = timed([lambda: grouped_mm(gathered, transposed, offs=ends)], sizes)
-    entry: dict[str, Any] = {**asdict(layer), "tokens": tokens, "times": times}
+    except Exception as error:  # not every release and device has it
+        errors["bf16 grouped"] = short(error)
+    entry: dict[str, Any] = {**asdict(layer), "tokens": tokens, "times": times, "errors": errors}
     if "bf16 grouped" in times:
         ratio = times["bf16 grouped"]["median_us"] / times["mxfp4 grouped"]["median_us"]
         entry["over_bf16"] = ratio
     return entry
+
+
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """torch's own grouped product: x [T, K], w [E, K, N], ends of the groups int32 [E]."""
+    public = getattr(torch.nn.functional, "grouped_mm", None)
+    y: torch.Tensor = (public or torch._grouped_mm)(x, w, offs=offs)
+    return y
 
 
 def expected_share(layer: Mixture, tokens: int) -> float:

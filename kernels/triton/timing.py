@@ -41,6 +41,8 @@ def measure(
     if device.type != "cuda":
         return _rehearse(calls)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The operands may still be being made.
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for call in calls[:3]:
             call()

@@ -58,7 +58,9 @@ class MXFP4Experts(PackedModule):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], expert ids [T, k] and their weights [T, k] to y [T, H].
 
-        Ids outside 0..E-1 add nothing.
+        Ids outside 0..E-1 add nothing. Differentiable in x and the weights (and the biases, once
+        they require gradients); the backward pass computes the products again and waits for the
+        device.
         """
         w_in, w_out = self._packed["w_in"], self._packed["w_out"]
         w_in.check_activations(x)

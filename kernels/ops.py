@@ -17,6 +17,7 @@ from mxfp4.codec import encode_blocks
 from mxfp4.elements import pack_codes
 from mxfp4.kernels import reference
 from mxfp4.kernels.activations import Activation, ActivationOptions
+from mxfp4.kernels.gradients import ExpertProducts, experts_gradients, sum_by_expert
 from mxfp4.kernels.triton.layout import LAYOUT_OF_DTYPE, PackedWeight, unpack
 from mxfp4.spec import BLOCK_SIZE, E8M0_NAN, CodecOptions
 from mxfp4.tensor import MXTensor
@@ -191,6 +192,72 @@ def _(
 
 
 @custom_op(
+    "mxfp4::grouped_input_grad",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_WEIGHT}, Tensor ends) -> Tensor",
+)
+def grouped_input_grad(
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    rows: int,
+    columns: int,
+    folded: bool,
+    expandable: bool,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Rows of grad [T, N] times w [N, K] of their experts; zero beyond the last end.
+
+    One weight after another is dequantized for it. Reads `ends` back, so it waits for the device
+    and cannot be captured in a graph.
+    """
+    out = grad.new_zeros(grad.shape[0], columns)
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        if last > first:
+            part = [tensor[expert : expert + 1] for tensor in parts]
+            out[first:last] = linear_input_grad(
+                grad[first:last], part, rows, columns, folded, expandable
+            )
+        first = last
+    return out
+
+
+@grouped_input_grad.register_fake
+def _(
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    rows: int,
+    columns: int,
+    folded: bool,
+    expandable: bool,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    return grad.new_empty(grad.shape[0], columns)
+
+
+def _keep_grouped(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: object
+) -> None:
+    _, parts, *facts = inputs[:6]
+    ctx.parts, ctx.facts, ctx.ends, ctx.bias = parts, facts, inputs[6], inputs[7]  # type: ignore[attr-defined]
+
+
+def _grouped_backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+) -> tuple[object, ...]:
+    grad_x = grad_bias = None
+    grad, ends = grad.contiguous(), ctx.ends  # type: ignore[attr-defined]
+    if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
+        grad_x = grouped_input_grad(grad, ctx.parts, *ctx.facts, ends)  # type: ignore[attr-defined]
+    if ctx.bias is not None and ctx.needs_input_grad[7]:  # type: ignore[attr-defined]
+        grad_bias = sum_by_expert(grad, ends, ctx.bias)  # type: ignore[attr-defined]
+    return grad_x, [None] * 4, None, None, None, None, None, grad_bias
+
+
+grouped.register_autograd(_grouped_backward, setup_context=_keep_grouped)
+
+
+@custom_op(
     "mxfp4::experts",
     mutates_args=(),
     schema=(
@@ -263,6 +330,39 @@ def _(
     alpha: float,
 ) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep_experts(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: object
+) -> None:
+    ctx.inputs = inputs  # type: ignore[attr-defined]
+
+
+def _experts_backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+) -> tuple[object, ...]:
+    x, parts_in, parts_out, hidden, inner, flags, *rest = ctx.inputs  # type: ignore[attr-defined]
+    ids, weights, bias_in, bias_out, kind, limit, alpha = rest
+    facts_in = (2 * inner, hidden, flags[0], flags[1])
+    facts_out = (hidden, inner, flags[2], flags[3])
+    products = ExpertProducts(
+        lambda rows, ends, bias: grouped(rows, parts_in, *facts_in, ends, bias),
+        lambda rows, ends, bias: grouped(rows, parts_out, *facts_out, ends, bias),
+        lambda rows, ends: grouped_input_grad(rows, parts_in, *facts_in, ends),
+        lambda rows, ends: grouped_input_grad(rows, parts_out, *facts_out, ends),
+        parts_in[0].shape[0],
+    )
+    options = ActivationOptions(Activation(kind), limit, alpha)
+    found = experts_gradients(grad, x, ids, weights, bias_in, bias_out, products, options)
+    return (
+        found.x,
+        *([None] * 4, [None] * 4, None, None, None, None),
+        *(found.weights, found.bias_in, found.bias_out),
+        *(None, None, None),
+    )
+
+
+experts.register_autograd(_experts_backward, setup_context=_keep_experts)
 
 
 @custom_op(

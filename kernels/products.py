@@ -65,7 +65,8 @@ def grouped_matmul(
     """Rows of x [T, K] times the weight of their expert: w [E, N, K], bias [E, N], y [T, N].
 
     Expert e has the rows from `ends[e - 1]` (0 for the first) to `ends[e]`, int32 [E] on the device
-    of x. What is in rows of y beyond the last end is not defined. `backend` as in `matmul`.
+    of x. What is in rows of y beyond the last end is not defined. Differentiable in x and bias; the
+    backward pass waits for the device. `backend` as in `matmul`.
     """
     if _chosen(w, backend) == REFERENCE:
         return reference.grouped_matmul(x, _plain(w), ends, bias=bias)

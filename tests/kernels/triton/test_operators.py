@@ -14,6 +14,7 @@ from mxfp4.errors import (
 )
 from mxfp4.kernels import ops, reference
 from mxfp4.kernels.activations import Activation, ActivationOptions
+from mxfp4.kernels.triton import product
 from mxfp4.kernels.triton.grouped import fused_experts
 from mxfp4.kernels.triton.layout import interleave, pack, unpack
 from mxfp4.tensor import MXTensor
@@ -45,21 +46,32 @@ def arguments_of(name, dense, make_weight):
     if name == "grouped":
         _, w_in, _ = bank(make_weight)
         ends = torch.tensor([2, 2, 5]).int()
-        x = torch.randn(5, 64).bfloat16()
-        return x, ops.parts_of(w_in), *ops.facts_of(w_in), ends, None
+        x = torch.randn(5, 64).bfloat16().requires_grad_(True)
+        bias = torch.randn(3, 64).bfloat16().requires_grad_(True)
+        return x, ops.parts_of(w_in), *ops.facts_of(w_in), ends, bias
+    if name == "grouped_input_grad":
+        _, w_in, _ = bank(make_weight)
+        grad, ends = torch.randn(5, 64).bfloat16(), torch.tensor([2, 2, 4]).int()
+        return grad, ops.parts_of(w_in), *ops.facts_of(w_in), ends
     if name == "experts":
         _, w_in, w_out = bank(make_weight)
         ids = torch.tensor([[0, 2], [1, -1]])
         x, weights = torch.randn(2, 64).bfloat16(), torch.rand(2, 2)
+        x.requires_grad_(True)
+        weights.requires_grad_(True)
+        bias_in, bias_out = (torch.randn(3, 64).bfloat16().requires_grad_(True) for _ in range(2))
         parts = ops.parts_of(w_in), ops.parts_of(w_out)
         flags = [True] * 4
-        return x, *parts, 64, 32, flags, ids, weights, None, None, "swiglu", 7.0, 1.702
+        return x, *parts, 64, 32, flags, ids, weights, bias_in, bias_out, "swiglu", 7.0, 1.702
     if name == "quantize":
         return x, "even", "even", "underflow"
     return dense[0].codes, dense[0].scales, torch.bfloat16
 
 
-NAMES = ("linear", "linear_input_grad", "grouped", "experts", "quantize", "dequantize")
+NAMES = (
+    "linear", "linear_input_grad", "grouped", "grouped_input_grad", "experts", "quantize",
+    "dequantize",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,6 +108,98 @@ def test_gradients_of_x_and_bias(dense):
     error = (x.grad.double() - wanted).norm() / wanted.norm()
     assert error < 2**-8
     torch.testing.assert_close(bias.grad.float(), grad.float().sum((0, 1)), rtol=2**-7, atol=2**-7)
+
+
+def relative(found, wanted):
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_gradients_of_a_grouped_product(make_weight):
+    w = make_weight(3, 33, 64)
+    x = torch.randn(6, 64).bfloat16().requires_grad_(True)
+    bias = torch.randn(3, 33).bfloat16().requires_grad_(True)
+    ends, grad = torch.tensor([4, 4, 5]).int(), torch.randn(6, 33).bfloat16()
+    mxfp4.grouped_matmul(x, pack(w), ends, bias=bias).backward(grad)
+    values = codec.dequantize(w, dtype=torch.float32).double()
+    wanted = torch.cat([grad[:4].double() @ values[0], grad[4:5].double() @ values[2]])
+    assert relative(x.grad[:5], wanted) < 2**-8
+    assert not x.grad[5:].any(), "the last row has no expert"
+    sums = torch.stack([grad[:4].sum(0), torch.zeros(33), grad[4]])
+    torch.testing.assert_close(bias.grad.float(), sums.float(), rtol=2**-6, atol=2**-6)
+
+
+def test_one_expert_of_a_bank_is_dequantized_for_its_gradient(make_weight):
+    """What the gradient does on a GPU."""
+    w = make_weight(3, 130, 160)
+    parts = [tensor[1:2] for tensor in ops.parts_of(pack(w))]
+    part = ops.join(parts, (130, 160, True, True), torch.bfloat16, bank=False)
+    values = torch.full((130, 160), torch.nan, dtype=torch.bfloat16)
+    product.expand(part, 0, 130, values)
+    assert torch.equal(values, codec.dequantize(reference.expert_weight(w, 1)))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Activation.SWIGLU, Activation.SWIGLU_OAI])
+def test_gradients_of_the_layer_of_experts(kind, dtype, biased, make_weight):
+    experts, hidden, inner = 4, 64, 32
+    gate, up = make_weight(experts, inner, hidden), make_weight(experts, inner, hidden)
+    down = make_weight(experts, hidden, inner)
+    w_in, w_out = (
+        codec.dequantize(w, dtype=torch.float32).double() for w in (interleave(gate, up), down)
+    )
+    module = mxfp4.MXFP4Experts.from_mxtensors(gate, up, down, dtype=dtype)
+    if biased:
+        module.bias_in = torch.nn.Parameter(torch.randn(experts, 2 * inner).to(dtype))
+        module.bias_out = torch.nn.Parameter(torch.randn(experts, hidden).to(dtype))
+    x = (torch.randn(9, hidden) / 8).to(dtype).requires_grad_(True)
+    ids = torch.randint(-1, experts, (9, 3))
+    weights = torch.rand(9, 3, requires_grad=True)
+    grad = torch.randn(9, hidden).to(dtype)
+    pairs = torch.einsum("th,enh->etn", x.detach().double(), w_in)
+    if biased:
+        pairs = pairs + module.bias_in.detach().double()[:, None]
+    options = module.activation = ActivationOptions(kind, limit=limit_in_a_gap(pairs))
+    module(x, ids, weights).backward(grad)
+
+    leaves = {"x": x, "weights": weights}
+    if biased:
+        leaves |= {"bias_in": module.bias_in, "bias_out": module.bias_out}
+    exact = {name: leaf.detach().double().requires_grad_(True) for name, leaf in leaves.items()}
+    layer_in_float64(exact, ids, w_in, w_out, options).backward(grad.double())
+    for name, leaf in leaves.items():
+        assert leaf.grad.dtype == leaf.dtype
+        assert relative(leaf.grad, exact[name].grad) < 2**-6, name
+
+
+def limit_in_a_gap(values):
+    """A limit that cuts off many values and none by a hair, where rounding would decide."""
+    sizes = values.abs().flatten().sort().values
+    sizes = sizes[(sizes > 0.5) & (sizes < 2.0)]
+    gaps = sizes[1:] / sizes[:-1]
+    assert gaps.max() > 1 + 2**-7
+    widest = int(gaps.argmax())
+    return float(sizes[widest : widest + 2].mean())
+
+
+def layer_in_float64(inputs, ids, w_in, w_out, options):
+    """The routed layer token by token, for autograd."""
+    rows = []
+    for token, choices in enumerate(ids.tolist()):
+        total = torch.zeros(w_out.shape[1], dtype=torch.float64)
+        for choice, expert in enumerate(choices):
+            if expert < 0:
+                continue
+            pairs = w_in[expert] @ inputs["x"][token]
+            if "bias_in" in inputs:
+                pairs = pairs + inputs["bias_in"][expert]
+            y = w_out[expert] @ reference._activate(pairs, options)
+            if "bias_out" in inputs:
+                y = y + inputs["bias_out"][expert]
+            total = total + inputs["weights"][token, choice] * y
+        rows.append(total)
+    return torch.stack(rows)
 
 
 def test_all_ways_to_the_product_agree(dense, exact, assert_at_floor):

@@ -382,7 +382,8 @@ def mixture_entry(
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
     """torch's own grouped product: x [T, K], w [E, K, N], ends of the groups int32 [E]."""
     public = getattr(torch.nn.functional, "grouped_mm", None)
-    y: torch.Tensor = (public or torch._grouped_mm)(x, w, offs=offs)
+    function = public or getattr(torch, "_grouped_mm")  # noqa: B009  (older releases)
+    y: torch.Tensor = function(x, w, offs=offs)
     return y
 
 

@@ -18,6 +18,8 @@ PATH = Path(__file__).parents[3] / "benchmarks" / "kernel_peers.py"
 @pytest.fixture
 def peers():
     spec = importlib.util.spec_from_file_location("kernel_peers", PATH)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

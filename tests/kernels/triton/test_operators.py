@@ -121,6 +121,8 @@ def test_gradients_of_a_grouped_product(make_weight):
     bias = torch.randn(3, 33).bfloat16().requires_grad_(True)
     ends, grad = torch.tensor([4, 4, 5]).int(), torch.randn(6, 33).bfloat16()
     mxfp4.grouped_matmul(x, pack(w), ends, bias=bias).backward(grad)
+    assert x.grad is not None
+    assert bias.grad is not None
     values = codec.dequantize(w, dtype=torch.float32).double()
     wanted = torch.cat([grad[:4].double() @ values[0], grad[4:5].double() @ values[2]])
     assert relative(x.grad[:5], wanted) < 2**-8
@@ -150,25 +152,26 @@ def test_gradients_of_the_layer_of_experts(kind, dtype, biased, make_weight):
         codec.dequantize(w, dtype=torch.float32).double() for w in (interleave(gate, up), down)
     )
     module = mxfp4.MXFP4Experts.from_mxtensors(gate, up, down, dtype=dtype)
+    biases = {}
     if biased:
-        module.bias_in = torch.nn.Parameter(torch.randn(experts, 2 * inner).to(dtype))
-        module.bias_out = torch.nn.Parameter(torch.randn(experts, hidden).to(dtype))
+        biases["bias_in"] = torch.nn.Parameter(torch.randn(experts, 2 * inner).to(dtype))
+        biases["bias_out"] = torch.nn.Parameter(torch.randn(experts, hidden).to(dtype))
+        module.bias_in, module.bias_out = biases.values()
     x = (torch.randn(9, hidden) / 8).to(dtype).requires_grad_(True)
     ids = torch.randint(-1, experts, (9, 3))
     weights = torch.rand(9, 3, requires_grad=True)
     grad = torch.randn(9, hidden).to(dtype)
     pairs = torch.einsum("th,enh->etn", x.detach().double(), w_in)
     if biased:
-        pairs = pairs + module.bias_in.detach().double()[:, None]
+        pairs = pairs + biases["bias_in"].detach().double()[:, None]
     options = module.activation = ActivationOptions(kind, limit=limit_in_a_gap(pairs))
     module(x, ids, weights).backward(grad)
 
-    leaves = {"x": x, "weights": weights}
-    if biased:
-        leaves |= {"bias_in": module.bias_in, "bias_out": module.bias_out}
+    leaves = {"x": x, "weights": weights, **biases}
     exact = {name: leaf.detach().double().requires_grad_(True) for name, leaf in leaves.items()}
     layer_in_float64(exact, ids, w_in, w_out, options).backward(grad.double())
     for name, leaf in leaves.items():
+        assert leaf.grad is not None
         assert leaf.grad.dtype == leaf.dtype
         assert relative(leaf.grad, exact[name].grad) < 2**-6, name
 

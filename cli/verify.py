@@ -22,7 +22,7 @@ _SHOWN = 50
     "--source",
     type=click.Path(path_type=Path),
     help="Compare with this checkpoint: kept tensors byte by byte, quantized ones by encoding "
-    "them again.",
+    "them again, or by their nearness and hashes where calibration chose the codes.",
 )
 @click.option("--deep", is_flag=True, help="Also read everything: all hashes, all scale bytes.")
 @output_flags
@@ -72,10 +72,13 @@ def _show(result: Verification, verbose: int) -> None:
         click.echo(f"note: {note}")
     if result.modules:
         statistics = result.statistics
-        click.echo(
-            f"relative error {statistics.relative_l2:.4f}, largest {statistics.max_abs_error:.4g}, "
-            f"clipped {statistics.clipped_share:.3%}"
-        )
+        if statistics.elements:
+            click.echo(
+                f"relative error {statistics.relative_l2:.4f}, "
+                f"largest {statistics.max_abs_error:.4g}, clipped {statistics.clipped_share:.3%}"
+            )
+        else:
+            click.echo("relative errors of calibrated modules, worst first:")
         for module, error in result.worst(10 if verbose else 3):
             click.echo(f"  {error:.4f}  {module}")
     verdict = "no differences" if result.ok else f"{len(result.findings):,} difference(s)"

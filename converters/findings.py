@@ -46,13 +46,18 @@ class Verification:
         """Record a difference."""
         self.findings.append(Finding(place, problem))
 
+    def note_once(self, text: str) -> None:
+        """Add a note that is not there yet."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def worst(self, count: int = 10) -> list[tuple[str, float]]:
         """Modules with the largest relative L2 error, worst first."""
         return sorted(self.modules, key=lambda item: (-item[1], item[0]))[:count]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""
-        error = self.statistics.to_json() if self.modules else None
+        error = self.statistics.to_json() if self.statistics.elements else None
         return {
             "output": self.output,
             "source": self.source,

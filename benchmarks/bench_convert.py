@@ -113,10 +113,11 @@ def load_into_cache(folder: Path) -> None:
                 pass
 
 
-def touch_free_memory(limit: int = 8 << 30) -> None:
+def touch_free_memory(limit: int = 5 << 30) -> None:
     """Make the host of a virtual machine provide the memory that the next command will use."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    area = mmap.mmap(-1, min(limit, int(free * 0.8)))
+    area = mmap.mmap(-1, min(limit, int(free * 0.8)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_HUGEPAGE)
     for start in range(0, len(area), mmap.PAGESIZE):
         area[start] = 1
     area.close()

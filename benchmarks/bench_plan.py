@@ -1,15 +1,17 @@
-"""Plan a 2.8T-parameter checkpoint from headers: seconds of processor time and peak memory.
+"""Plan two checkpoints of 2.8T parameters from their headers: seconds and peak memory.
 
     python benchmarks/bench_plan.py [--save]
 
-The checkpoint is sparse: 1,122 shards with true headers whose data are holes, 190,395 tensors.
-Seconds depend on the machine; the row also has the time that `json.loads` of the same headers
-takes on it, measured in the same run, and the ratio of the two.
+Both are sparse: true headers whose data are holes. `many shards` has 1,122 shards and 190,395 BF16
+tensors, `Kimi-K3` the 497,220 tensors of that model, packed, in 96 shards. Seconds depend on the
+machine; a row also has the time that `json.loads` of the same headers takes on it, measured in the
+same run, and the ratio of the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -18,13 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bench_convert import Shapes, config, write_shards
 
+from mxfp4.converters.header import build_header
+
 LAYERS, EXPERTS, HIDDEN, INTER, VOCAB = 60, 1_053, 7_168, 2_048, 163_840
 SHARDS, ROUNDS = 1_122, 3
+KIMI_K3_SHARDS = 96
 RESULTS = Path(__file__).parent / "results" / "plan.json"
+TESTS = Path(__file__).parents[1] / "tests" / "converters"
 
 
 def shapes() -> Shapes:
@@ -58,36 +65,68 @@ def read_headers(folder: Path) -> float:
     return time.process_time() - started
 
 
-def plan(folder: Path) -> tuple[float, float]:
-    """Processor seconds and peak MiB of `mxfp4 plan --json`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def plan(folder: Path) -> tuple[float, float, float]:
+    """Seconds on the clock and of the processor, and peak MiB, of `mxfp4 plan --json`."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "mxfp4", "plan", str(folder), "--json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    clock = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, after.ru_maxrss / 1024
+    return clock, seconds, after.ru_maxrss / 1024
+
+
+def many_shards(folder: Path) -> None:
+    write_shards(folder, shapes(), SHARDS, None)
+    facts = {**config(LAYERS, EXPERTS), "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps(facts))
+
+
+def kimi_k3(folder: Path) -> None:
+    """The list that the tests of roles rebuild from the shapes of the corpus."""
+    sys.path.insert(0, str(TESTS))
+    listed = importlib.import_module("test_roles_scale")
+    tensors = list(listed.kimi_k3(True))
+    edges = [round(i * len(tensors) / KIMI_K3_SHARDS) for i in range(KIMI_K3_SHARDS + 1)]
+    weight_map = {}
+    for number in range(KIMI_K3_SHARDS):
+        held = tensors[edges[number] : edges[number + 1]]
+        file = f"model-{number + 1:05d}-of-{KIMI_K3_SHARDS:06d}.safetensors"
+        with open(folder / file, "wb") as target:
+            target.write(build_header(held, {"format": "pt"}))
+            target.truncate(target.tell() + sum(info.byte_count for info in held))
+        weight_map.update({info.name: file for info in held})
+    (folder / "config.json").write_text(json.dumps(listed.entry()["config"]))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def measure(make: Callable[[Path], None]) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        rounds = [(read_headers(folder), *plan(folder)) for _ in range(ROUNDS)]
+    headers, clock, seconds, peaks = ([row[i] for row in rounds] for i in range(4))
+    return {
+        "tensors": len(index["weight_map"]),
+        "shards": len(set(index["weight_map"].values())),
+        "seconds": statistics.median(clock),
+        "processor_seconds": statistics.median(seconds),
+        "json_of_headers_seconds": statistics.median(headers),
+        "over_json_of_headers": statistics.median(seconds) / statistics.median(headers),
+        "peak_mib": max(peaks),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tensors = shapes()
-        write_shards(folder, tensors, SHARDS, None)
-        facts = {**config(LAYERS, EXPERTS), "hidden_size": HIDDEN, "vocab_size": VOCAB}
-        (folder / "config.json").write_text(json.dumps(facts))
-        rounds = [(read_headers(folder), *plan(folder)) for _ in range(ROUNDS)]
-    headers, seconds, peaks = ([row[i] for row in rounds] for i in range(3))
     result = {
-        "tensors": len(tensors),
-        "shards": SHARDS,
         "cores": os.cpu_count(),
-        "processor_seconds": statistics.median(seconds),
-        "json_of_headers_seconds": statistics.median(headers),
-        "over_json_of_headers": statistics.median(seconds) / statistics.median(headers),
-        "peak_mib": max(peaks),
+        "many shards": measure(many_shards),
+        "Kimi-K3": measure(kimi_k3),
     }
     print(json.dumps(result, indent=2))
     if arguments.save:

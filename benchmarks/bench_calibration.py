@@ -87,6 +87,7 @@ METHODS: Mapping[str, MethodOptions] = {
         damping_low=0.01,
         expert_damping_low=0.01,
         damping_high=0.01,
+        doubt_high=0.0,
         pseudo_tokens=0.0,
         pseudo_tokens_plenty=0.0,
         guard_tokens_per_column=0.0,

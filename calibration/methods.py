@@ -15,7 +15,16 @@ import torch
 
 from mxfp4.calibration.descent import descend
 from mxfp4.calibration.gptq import gptq
-from mxfp4.calibration.moments import HALVES, Moments, damped, damping, output_error, shrunk
+from mxfp4.calibration.moments import (
+    HALVES,
+    Moments,
+    conditional_energy,
+    damped,
+    damping,
+    less_correlated,
+    output_error,
+    shrunk,
+)
 from mxfp4.calibration.rounding import Rounded, round_even, round_with, search_scales
 from mxfp4.errors import RecipeError
 
@@ -31,11 +40,16 @@ class MethodOptions:
     damping_high: float = 0.10
     damping_slope: float = 0.2
     """Damping is slope * K / tokens, at least `damping_low`, at most `damping_high`."""
+    doubt_slope: float = 1.0
+    doubt_high: float = 0.25
+    """Correlations between channels are taken down by slope * K / tokens, at most `doubt_high`."""
     pseudo_tokens: float = 256.0
     """How many tokens the layer-wide moments count for in the moments of each expert..."""
     pseudo_tokens_plenty: float = 64.0
     plenty_tokens_per_column: float = 5.0
     """... and for one that had at least this many tokens per input channel."""
+    polish: int = 1
+    """Passes of coordinate descent with fixed scales that end `gptq`."""
     sweeps: int = 3
     """Passes of coordinate descent in `gptq+`."""
     move_exponents: bool = True
@@ -76,16 +90,25 @@ def _search(
 def _gptq(
     weight: torch.Tensor, hessian: torch.Tensor, importance: torch.Tensor, options: MethodOptions
 ) -> Rounded:
-    return gptq(weight, hessian, search_scales(weight, importance))
+    start = _first_guess(weight, hessian)
+    return descend(weight, start, hessian, sweeps=options.polish, move_exponents=False)
 
 
 def _gptq_plus(
     weight: torch.Tensor, hessian: torch.Tensor, importance: torch.Tensor, options: MethodOptions
 ) -> Rounded:
-    start = _gptq(weight, hessian, importance, options)
     return descend(
-        weight, start, hessian, sweeps=options.sweeps, move_exponents=options.move_exponents
+        weight,
+        _first_guess(weight, hessian),
+        hessian,
+        sweeps=options.sweeps,
+        move_exponents=options.move_exponents,
     )
+
+
+def _first_guess(weight: torch.Tensor, hessian: torch.Tensor) -> Rounded:
+    """GPTQ with scales for the error that is left once later columns have taken over theirs."""
+    return gptq(weight, hessian, search_scales(weight, conditional_energy(hessian)))
 
 
 METHODS: Mapping[str, Method] = {
@@ -170,10 +193,13 @@ def _fit(
         counts = counts + _pseudo_tokens(moments, options).minimum(prior.counts.float())
     low = options.damping_low if prior is None else options.expert_damping_low
     bounds = (low, options.damping_high)
-    share = damping(counts, weight.shape[2], bounds, options.damping_slope)
+    columns = weight.shape[2]
+    share = damping(counts, columns, bounds, options.damping_slope)
+    doubt = damping(counts, columns, (0.0, options.doubt_high), options.doubt_slope)
     importance = hessian.diagonal(dim1=-2, dim2=-1)
     method = METHODS[options.method]
-    return method(weight, damped(hessian, share), importance, options), share
+    trusted = damped(less_correlated(hessian, doubt), share)
+    return method(weight, trusted, importance, options), share
 
 
 def _loses_on_held_out(

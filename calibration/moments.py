@@ -98,6 +98,27 @@ def damping(
     return (slope * columns / counts.clamp(min=1).float()).clamp(*bounds)
 
 
+def less_correlated(hessian: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """H [B, K, K] with its off-diagonal entries taken down by `share` [B] of themselves.
+
+    Correlations seen in few tokens are partly chance, and a fit that trusts them pays on other
+    text. Unlike damping this treats loud and quiet channels alike.
+    """
+    kept = hessian * (1 - share).view(-1, 1, 1)
+    kept.diagonal(dim1=-2, dim2=-1).copy_(hessian.diagonal(dim1=-2, dim2=-1))
+    return kept
+
+
+def conditional_energy(hessian: torch.Tensor) -> torch.Tensor:
+    """What of each input channel the others do not explain: 1 / diag(H^-1), float32 [B, K].
+
+    `hessian` is positive definite. It is what an error in one weight costs once the other weights
+    of its row have adapted to it (Hassibi and Stork, Optimal Brain Surgeon).
+    """
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian.double()))
+    return (1 / inverse.diagonal(dim1=-2, dim2=-1)).float()
+
+
 def damped(hessian: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """H [B, K, K] with `share` [B] of its mean diagonal added to the diagonal.
 

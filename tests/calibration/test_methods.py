@@ -5,7 +5,15 @@ import torch
 
 from mxfp4.calibration import folding
 from mxfp4.calibration.methods import METHODS, MethodOptions, round_stack
-from mxfp4.calibration.moments import Moments, damped, damping, output_error, shrunk
+from mxfp4.calibration.moments import (
+    Moments,
+    conditional_energy,
+    damped,
+    damping,
+    less_correlated,
+    output_error,
+    shrunk,
+)
 from mxfp4.calibration.rounding import round_even, search_scales
 from mxfp4.errors import RecipeError
 
@@ -64,6 +72,23 @@ def test_damping_grows_with_channels_per_token():
     found = damping(counts, 64, (0.01, 0.10), 0.2)
     assert found.tolist() == pytest.approx([0.1, 0.1, 0.01, 0.01])
     assert damping(torch.tensor([256]), 64, (0.01, 0.1), 0.2).item() == pytest.approx(0.05)
+
+
+def test_doubt_takes_down_correlations_and_leaves_the_diagonal():
+    hessian = observed(200)[0].mean()
+    found = less_correlated(hessian, torch.tensor([0.25]))
+    assert torch.equal(found.diagonal(dim1=1, dim2=2), hessian.diagonal(dim1=1, dim2=2))
+    rest = ~torch.eye(64, dtype=torch.bool)
+    assert torch.allclose(found[0][rest], 0.75 * hessian[0][rest])
+
+
+def test_conditional_energy_is_what_regression_on_the_other_channels_leaves():
+    hessian = observed(500)[0].mean()
+    others = torch.arange(64) != 7
+    across = hessian[0, 7, others].double()
+    explained = across @ torch.linalg.solve(hessian[0][others][:, others].double(), across)
+    left = float(hessian[0, 7, 7] - explained)
+    assert conditional_energy(hessian)[0, 7].item() == pytest.approx(left, rel=1e-3)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -22,6 +23,9 @@ import mxfp4
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads this when it is first imported, by whichever test comes first; not by the above.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A run in the background of a shell ignores Ctrl-C and would hand that on to the commands it tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 # Where a run decides about a change, it must not depend on luck; elsewhere examples stay random.

@@ -16,7 +16,7 @@ from mxfp4.converters.convert import default_quantizer
 from mxfp4.converters.findings import Verification
 from mxfp4.converters.formats import OutputFormat, Payload
 from mxfp4.converters.header import StoredTensor, TensorInfo
-from mxfp4.converters.nearness import MODULE_BOUND, Nearness
+from mxfp4.converters.nearness import Nearness
 from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, Task, Treatment
 from mxfp4.converters.planning import make_plan
 from mxfp4.converters.reader import Bits, ShardReader, SlabBuffer
@@ -205,6 +205,7 @@ class Comparer:
         """Decode calibrated codes and compare them with the source."""
         assert task.module is not None
         near, listening = Nearness(), _Listening(self._quantizer)
+        columns = task.matrices[0].view.column_count
         with ExitStack() as stack:
             cursors = [
                 stack.enter_context(_Cursor(self._output_shards[number], tensor))
@@ -214,7 +215,7 @@ class Comparer:
                 assert band.codes is not None
                 assert band.scales is not None
                 fresh = [np.asarray(s) for s in band_streams(band, self._layout)]
-                source = listening.values(task.lanes)
+                source = listening.values(task.lanes, columns)
                 found = [
                     cursor.take(array.nbytes) for cursor, array in zip(cursors, fresh, strict=True)
                 ]
@@ -234,7 +235,7 @@ class Comparer:
         self._result.count("modules near their source")
         if near.rescaled:
             self._result.count("of these with moved scales")
-        if near.relative > MODULE_BOUND * near.relative_even + _EXACT:
+        if not near.fits:
             self._result.add(
                 module,
                 f"relative error {near.relative:.3f} against the source, {near.relative_even:.3f} "
@@ -275,10 +276,6 @@ _COUNTED = {
 }
 
 
-_EXACT = 1e-6
-"""Weights that MXFP4 holds exactly have no error to be a multiple of."""
-
-
 class _Listening:
     """A quantizer that remembers the values it was given."""
 
@@ -292,11 +289,10 @@ class _Listening:
         self._heard.append(values.reshape(source.shape))
         return self._quantizer(source, dtype)
 
-    def values(self, lanes: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def values(self, lanes: int, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The rows heard since the last call; rows of several matrices take turns."""
-        heard = np.concatenate(self._heard)
+        heard = np.concatenate([part.reshape(-1, columns) for part in self._heard])
         self._heard.clear()
-        columns = heard.shape[-1]
         return np.ascontiguousarray(heard.reshape(lanes, -1, columns).swapaxes(0, 1)).reshape(
             -1, columns
         )

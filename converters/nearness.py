@@ -20,15 +20,23 @@ MODULE_BOUND = 3.0
 """A module's relative error over that of plain rounding. Calibration was seen to give 1.2 to 2.4;
 a matrix of another module gives about 12."""
 
+_ALIKE, UNLIKE_BOUND = 0.3, 0.25
+"""Above that error a module passes only if at most this share of its blocks has a cosine below
+`_ALIKE` with the source: a fold may shrink channels that hardly any input reaches until their
+weights vanish, but signs stay. Blocks of another module have cosines around zero."""
+
 BLOCK_BOUND = 2.0
 """Error of a block over its own norm..."""
 BLOCK_FLOOR = 2.0
 """... plus this much of the module's mean block norm, for blocks of small values move more.
 Calibration was seen to give 1.9 and 0.9."""
 
-_OFF, _MANY = 0.3, 0.05
-"""Moved scales are looked for when more than this share of blocks is off by more than `_OFF` of
-their norm: a few damaged blocks must not be fitted away."""
+_OFF = 0.3
+"""Moved scales are looked for when most blocks of a row, or of a column of blocks, are off by more
+than this share of their norm: single damaged blocks must not be fitted away."""
+
+_EXACT = 1e-6
+"""Weights that MXFP4 holds exactly have no error to be a multiple of."""
 
 _FIT_ROUNDS = 4
 _Values = NDArray[np.float32]
@@ -42,6 +50,8 @@ class Nearness:
     error: float = 0.0
     even_error: float = 0.0
     rows: int = 0
+    blocks: int = 0
+    unlike: int = 0
     rescaled: bool = False
     far: list[tuple[int, int]] = field(default_factory=list)
 
@@ -55,6 +65,12 @@ class Nearness:
         """Relative L2 error of plain rounding with the scale rule `even`."""
         return _ratio(self.even_error, self.signal)
 
+    @property
+    def fits(self) -> bool:
+        """Whether calibration can explain the error."""
+        near = self.relative <= MODULE_BOUND * self.relative_even + _EXACT
+        return near or self.unlike <= UNLIKE_BOUND * self.blocks
+
     def add(
         self,
         source: _Values,
@@ -66,7 +82,9 @@ class Nearness:
         plain = decode_rows(*even, "F32").astype(np.float32, copy=False).reshape(source.shape)
         even_error, signal = _squares(plain - source), _squares(source)
         error = _squares(values - source)
-        if _share_off(source, values) > _MANY:
+        self.blocks += source.size // BLOCK_SIZE
+        self.unlike += _unlike(source, values)
+        if _scales_moved(source, values):
             fitted = unscaled(source, values)
             fitted_error = _squares(fitted - source)
             if fitted_error < error / 2:
@@ -97,9 +115,19 @@ def unscaled(source: _Values, values: _Values) -> _Values:
     return fitted.astype(np.float32)
 
 
-def _share_off(source: _Values, values: _Values) -> float:
+def _unlike(source: _Values, values: _Values) -> int:
+    """How many blocks do not point the way of the source's."""
+    shape = (-1, BLOCK_SIZE)
+    one, other = source.reshape(shape), values.reshape(shape)
+    overlap = (one * other).sum(-1)
+    size = np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
+    return int((overlap < _ALIKE * size).sum())
+
+
+def _scales_moved(source: _Values, values: _Values) -> bool:
     size, distance = _by_block(source, values)
-    return float((distance > _OFF * size).mean())
+    off = distance > _OFF * size
+    return bool(off.mean(0).max() > 0.5 or off.mean(1).max() > 0.5)
 
 
 def _by_block(source: _Values, values: _Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -39,6 +39,7 @@ ROWS = RESULTS / "calibration.jsonl"
 SEEDS = (0, 1, 2)
 EVALUATION_SEED = 100
 LINEAR = Recipe(level=Level.LINEAR)
+CHOICES = "What the defaults were chosen on, and what did not help: `calibration_choices.md`.\n"
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 def table() -> str:
     """Markdown of all rows: means over seeds, ratios to `even` seed by seed."""
     rows = read_rows()
-    text = ["# Calibration\n", "Made by `benchmarks/bench_calibration.py`; see there.\n"]
+    text = ["# Calibration\n", "Made by `benchmarks/bench_calibration.py`; see there.\n", CHOICES]
     for model in MODELS.values():
         here = [row for row in rows if row["model"] == model.name]
         even = next((row["kl"] for row in here if row["method"] == "even"), None)

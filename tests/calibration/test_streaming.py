@@ -112,7 +112,10 @@ def test_an_unknown_architecture_says_how_to_go_on(tmp_path, builder, small_samp
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak per program")
 def test_memory_does_not_follow_the_number_of_layers(tmp_path, builder, runnable):
-    """Peak of a whole calibration with 6 and with 30 layers of 1.6 MB each, in fresh processes."""
+    """Peak of a whole calibration with 24 and with 48 layers of 1.6 MB each, in fresh processes.
+
+    Not fewer: over the first twenty layers the allocator still settles, by some 11 MB.
+    """
     program = """
 import sys, torch
 from mxfp4.calibration.calibrate import CalibrationOptions, MethodOptions, calibrate
@@ -128,7 +131,7 @@ calibrate(sys.argv[1], sys.argv[2], samples, Recipe(level=Level.LINEAR), options
 print(1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]))
 """
     peaks, sizes = [], []
-    for count in (6, 30):
+    for count in (24, 48):
         tensors, config = runnable(count, 64, experts=8, hidden=128, inter=256)
         folder = builder.write(tmp_path / f"{count}", builder.split(tensors, 3), config)
         sizes.append(sum(file.stat().st_size for file in folder.glob("*.safetensors")))

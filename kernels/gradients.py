@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mxfp4.kernels.activations import Activation, ActivationOptions
+from mxfp4.kernels.reference import activate
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Of sorted rows [R, K], ends [E] and a bias [E, N] with the weights of their experts: [R, N]."""
@@ -66,7 +67,7 @@ def experts_gradients(
     weight = weights.flatten()[order].float().unsqueeze(1)
 
     before = products.first(x[token], ends, bias_in).where(exists, 0.0).float()
-    inner = _activated(before, activation).to(x.dtype)
+    inner = activate(before, activation).to(x.dtype)
     y = products.second(inner, ends, bias_out).where(exists, 0.0).float()
 
     grad_out = grad[token].float().where(exists, 0.0)
@@ -94,20 +95,10 @@ def sum_by_expert(rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor) ->
     return sums.index_add(0, expert, rows.float())[:experts].to(bias.dtype)
 
 
-def _activated(pairs: torch.Tensor, activation: ActivationOptions) -> torch.Tensor:
-    """float32 [R, 2 I] of gate, up, gate, up, ... to [R, I]."""
-    gate, up = pairs[:, 0::2], pairs[:, 1::2]
-    if activation.kind is Activation.SWIGLU:
-        return gate * torch.sigmoid(gate) * up
-    gate = gate.clamp(max=activation.limit)
-    up = up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
-
-
 def _activation_gradient(
     grad: torch.Tensor, pairs: torch.Tensor, activation: ActivationOptions
 ) -> torch.Tensor:
-    """The gradient [R, 2 I] of what `_activated` made of `pairs`, from that [R, I] of its result.
+    """The gradient [R, 2 I] of what `activate` made of `pairs`, from that [R, I] of its result.
 
     With s = sigmoid(alpha gate): d(gate s) = s (1 + alpha gate (1 - s)). Where a limit cuts off,
     the gradient is zero; at the limit it passes, as in torch.

@@ -80,14 +80,14 @@ def fused_experts(
                 continue
             first = None if bias_in is None else bias_in[expert].float()
             inner = matmul(x[tokens].float(), expert_weight(w_in, expert), bias=first)
-            inner = _activate(inner, activation).to(x.dtype)
+            inner = activate(inner, activation).to(x.dtype)
             second = None if bias_out is None else bias_out[expert]
             y = matmul(inner, expert_weight(w_out, expert), bias=second)
             out[tokens] += weights[tokens, choice, None].float() * y.float()
     return out.to(x.dtype)
 
 
-def _activate(pairs: torch.Tensor, activation: ActivationOptions) -> torch.Tensor:
+def activate(pairs: torch.Tensor, activation: ActivationOptions) -> torch.Tensor:
     """[.., 2 I] of gate, up, gate, up, ... to [.., I]."""
     if activation.kind is Activation.NONE:
         return pairs

@@ -24,6 +24,7 @@ from mxfp4.calibration.statistics import Statistics, codes_from, collect
 from mxfp4.calibration.store import CodeStore
 from mxfp4.calibration.streaming.skeleton import ModelOptions
 from mxfp4.calibration.streaming.walk import DEFAULT_MEMORY, Visit, Walk
+from mxfp4.converters.compare import CALIBRATION_REPORT
 from mxfp4.converters.convert import (
     ConversionReport,
     Progress,
@@ -41,9 +42,6 @@ from mxfp4.converters.state import OutputFolder
 
 STORE = "calibration"
 """Folder of unfinished work inside the output's state folder."""
-
-REPORT_NAME = "mxfp4_calibration.json"
-"""What was done, beside the checkpoint."""
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -226,7 +224,7 @@ def _report(
     When an earlier run had `finished` the checkpoint, the facts of layers are those in its report.
     """
     layers = store.records
-    path = conversion.output / REPORT_NAME
+    path = conversion.output / CALIBRATION_REPORT
     if finished and not layers and path.is_file():
         layers = json.loads(path.read_bytes())["layers"]
     report = CalibrationReport(conversion, options, data, layers)

@@ -292,11 +292,11 @@ def _check(
 
 
 def _write_page(output: Path, result: dict[str, Any]) -> None:
-    from mxfp4.calibration.calibrate import REPORT_NAME
     from mxfp4.calibration.report import page
+    from mxfp4.converters.compare import CALIBRATION_REPORT
 
     calibration = result.get("calibration")
-    stored = output / REPORT_NAME
+    stored = output / CALIBRATION_REPORT
     if calibration is None and stored.is_file():
         calibration = json.loads(stored.read_bytes())
     text = page(calibration, result.get("routers"))

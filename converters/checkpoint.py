@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -339,7 +339,7 @@ def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] |
         )
 
 
-def _check_sidecars(folder: Path, names: Iterable[str], shards: tuple[SourceShard, ...]) -> None:
+def _check_sidecars(folder: Path, names: Sequence[str], shards: tuple[SourceShard, ...]) -> None:
     """A file that goes along unread has a sound header and repeats no tensor of the model."""
     if not names:
         return

@@ -150,19 +150,17 @@ def _module_task(tensor: PlannedTensor) -> Task:
             hint="decode it with --format bf16",
         )
     rows, columns = shape[-2:]
-    if len(shape) == 2 and role.axis != 0:
-        view = MatrixView(rows, columns, 0, columns, 1)
-        return Task(tensor.treatment, source, module, shape, (Matrix(source, module, view),))
     if tensor.treatment in MODULES and role.axis == 0:
         view = MatrixView(columns, rows, 0, 1, columns)
         return Task(
             tensor.treatment, source, module, (columns, rows), (Matrix(source, module, view),)
         )
-    matrices = tuple(
+    # A list, as this runs for every expert of a checkpoint and nearly always once.
+    matrices = [
         Matrix(source, module, MatrixView(rows, columns, number * rows * columns, columns, 1))
         for number in range(math.prod(shape[:-2]))
-    )
-    return Task(tensor.treatment, source, module, shape, matrices)
+    ]
+    return Task(tensor.treatment, source, module, shape, tuple(matrices))
 
 
 def bank_matrices(

@@ -102,8 +102,12 @@ def recognise_int4(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]
 def recognise_nvfp4(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> Source | None:
     """E2M1 codes with an E4M3 scale for every 16 and a float32 scale of the tensor."""
     info = part.info
-    base = info.name.removesuffix(".weight_packed").removesuffix(".weight")
-    if base == info.name or info.dtype not in ("U8", "I8") or len(info.shape) < 2:
+    base, _, leaf = info.name.rpartition(".")
+    if (
+        leaf not in ("weight_packed", "weight")
+        or info.dtype not in ("U8", "I8")
+        or len(info.shape) < 2
+    ):
         return None
     scale = lookup(base + ".weight_scale")
     if scale is None or scale.info.dtype != "F8_E4M3":

@@ -197,7 +197,7 @@ def layer_in_float64(inputs, ids, w_in, w_out, options):
             pairs = w_in[expert] @ inputs["x"][token]
             if "bias_in" in inputs:
                 pairs = pairs + inputs["bias_in"][expert]
-            y = w_out[expert] @ reference._activate(pairs, options)
+            y = w_out[expert] @ reference.activate(pairs, options)
             if "bias_out" in inputs:
                 y = y + inputs["bias_out"][expert]
             total = total + inputs["weights"][token, choice] * y

@@ -13,6 +13,7 @@ from mxfp4.calibration import folding
 from mxfp4.calibration.folds import Folds
 from mxfp4.calibration.methods import FOLDING_METHODS, MethodOptions, Outcome, round_stack
 from mxfp4.calibration.moments import Moments
+from mxfp4.calibration.refit import RouterRefit
 from mxfp4.calibration.rounding import Rounded, round_even
 from mxfp4.calibration.streaming.capture import (
     Routes,
@@ -23,7 +24,13 @@ from mxfp4.calibration.streaming.capture import (
     second_moments,
 )
 from mxfp4.calibration.streaming.layout import Slot
-from mxfp4.calibration.streaming.parts import BankPart, LinearPart, matrix
+from mxfp4.calibration.streaming.parts import (
+    ATTENTION_STAGE,
+    OTHER_STAGE,
+    BankPart,
+    LinearPart,
+    matrix,
+)
 from mxfp4.calibration.streaming.walk import Visit
 
 
@@ -38,41 +45,62 @@ class ModuleResult:
 
 @dataclass
 class BlockResult:
-    """What calibrating a layer gave: codes by module, kept tensors that a fold changed, notes."""
+    """What calibrating a layer gave: codes by module, kept tensors that were changed, notes."""
 
     modules: dict[str, ModuleResult] = field(default_factory=dict)
     changed: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     loads: dict[str, list[int]] = field(default_factory=dict)
     """Tokens that reached each expert, by bank."""
+    routers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How the re-fit of each router went, by name."""
 
 
 @dataclass
 class Block:
-    """A visited decoder layer at work; `source_dtype` is what kept tensors are stored in."""
+    """A visited decoder layer at work; `source_dtype` is what kept tensors are stored in.
+
+    `routers` are those to re-fit, with their stored dtypes by name.
+    """
 
     visit: Visit
     options: MethodOptions
     source_dtype: torch.dtype
+    routers: Mapping[str, torch.dtype] = field(default_factory=dict)
     expert_stack: int = 64
     """Experts that are rounded at once."""
     result: BlockResult = field(default_factory=BlockResult)
 
     def calibrate(self) -> BlockResult:
-        """Round all parts, stage by stage; the layer then computes with the rounded weights."""
-        for stage in sorted({part.stage for part in self.visit.parts}):
-            here = [part for part in self.visit.parts if part.stage == stage]
-            linears = [part for part in here if isinstance(part, LinearPart)]
-            banks = [part for part in here if isinstance(part, BankPart)]
-            moments, routes = observe(self.visit, linears, banks)
-            if self.options.method in FOLDING_METHODS:
-                moments = self.folds.fold(linears, moments)
-            for part in linears:
-                self._round_linear(part, moments[part.key])
-            for bank in banks:
-                self._round_bank(bank, routes[bank.key])
-        self.result.changed, self.result.notes = self.folds.changed, self.folds.notes
+        """Round all parts, stage by stage; the layer then computes with the rounded weights.
+
+        Routers are re-fitted once the attention in front of them is rounded, so that the experts
+        are rounded for the tokens that they will get.
+        """
+        refit = RouterRefit(self.visit, self.routers)
+        if self.routers:
+            refit.follow_source()
+        self._round_stage(ATTENTION_STAGE)
+        refit.apply()
+        self._round_stage(OTHER_STAGE)
+        self.result.routers = refit.facts
+        self.result.changed = {**self.folds.changed, **refit.changed}
+        self.result.notes = [*self.folds.notes, *refit.notes]
         return self.result
+
+    def _round_stage(self, stage: int) -> None:
+        here = [part for part in self.visit.parts if part.stage == stage]
+        if not here:
+            return
+        linears = [part for part in here if isinstance(part, LinearPart)]
+        banks = [part for part in here if isinstance(part, BankPart)]
+        moments, routes = observe(self.visit, linears, banks)
+        if self.options.method in FOLDING_METHODS:
+            moments = self.folds.fold(linears, moments)
+        for part in linears:
+            self._round_linear(part, moments[part.key])
+        for bank in banks:
+            self._round_bank(bank, routes[bank.key])
 
     @cached_property
     def folds(self) -> Folds:

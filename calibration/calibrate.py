@@ -34,11 +34,13 @@ from mxfp4.converters.convert import (
     plan_conversion,
     require_apart,
 )
+from mxfp4.converters.decide import Action
 from mxfp4.converters.plan import OutputOptions, Plan
 from mxfp4.converters.planning import require_convertible
 from mxfp4.converters.recipe import Recipe
 from mxfp4.converters.roles import Role
 from mxfp4.converters.state import OutputFolder
+from mxfp4.errors import RecipeError, UnsupportedFormatError
 
 STORE = "calibration"
 """Folder of unfinished work inside the output's state folder."""
@@ -109,7 +111,14 @@ def calibrate(
         store, finished = _open_store(folder, plan, settings, run)
         if not finished:
             walk = Walk(
-                plan, samples, store.folder, options.model, options.memory_bytes, on_layer, stop
+                plan,
+                samples,
+                store.folder,
+                options.model,
+                options.memory_bytes,
+                on_layer,
+                stop,
+                follow_source=options.method.refit_routers,
             )
             calibrate_layers(walk, options.method, store)
     conversion = _write(source, output, recipe, output_options, run, store, progress, stop)
@@ -132,8 +141,15 @@ def calibrate_from(
     """Convert with codes from collected statistics; neither transformers nor text is needed.
 
     The moments are those of the source model, not of one rounded layer by layer, and nothing is
-    folded, because whether a fold is exact can only be seen by running the layer.
+    folded, because whether a fold is exact can only be seen by running the layer. Raises
+    `RecipeError` when routers are to be re-fitted, which needs the model's own activations.
     """
+    if options is not None and options.refit_routers:
+        raise RecipeError(
+            "routers are re-fitted to what they read in the rounded model, which statistics of the "
+            "source do not hold",
+            hint="calibrate with text instead of --stats",
+        )
     recipe, run = recipe or Recipe(), run or RunOptions()
     plan = _planned(source, output, recipe, output_options, run)
     options = replace(options or MethodOptions(), fold_norms=False)
@@ -169,10 +185,11 @@ def calibrate_layers(walk: Walk, options: MethodOptions, store: CodeStore) -> No
     """Fill a store layer by layer, from the first one that it lacks."""
     stored = {tensor.info.dtype for tensor in walk.plan.quantized}
     source_dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
+    routers = refittable_routers(walk.plan) if options.refit_routers else {}
     found: dict[int, BlockResult] = {}
 
     def visit(visit: Visit) -> None:
-        found[visit.number] = Block(visit, options, source_dtype).calibrate()
+        found[visit.number] = Block(visit, options, source_dtype, routers).calibrate()
 
     walk.go(store.done_layers, visit, lambda number: store.save(number, found.pop(number)))
 
@@ -183,6 +200,35 @@ def resolved(options: MethodOptions, plan: Plan) -> MethodOptions:
         return options
     routed = any(tensor.decision.role.role is Role.ROUTER for tensor in plan.tensors)
     return replace(options, fold_norms=not routed)
+
+
+def refittable_routers(plan: Plan) -> dict[str, torch.dtype]:
+    """The stored dtype of every router weight that a plan keeps, by name.
+
+    Raises `RecipeError` when there is none, and `UnsupportedFormatError` for one in another dtype
+    than BF16, FP16 or FP32.
+    """
+    kept = [
+        tensor.info
+        for tensor in plan.tensors
+        if tensor.decision.role.role is Role.ROUTER
+        and tensor.decision.action is Action.KEEP
+        and len(tensor.info.shape) == 2
+    ]
+    if not kept:
+        raise RecipeError(
+            "this model has no routers to re-fit",
+            file=str(plan.checkpoint.folder),
+            hint="leave out --refit-routers",
+        )
+    for info in kept:
+        if info.dtype not in _DTYPES:
+            raise UnsupportedFormatError(
+                f"a router stored as {info.dtype} cannot be re-fitted",
+                tensor=info.name,
+                hint="leave out --refit-routers",
+            )
+    return {info.name: _DTYPES[info.dtype] for info in kept}
 
 
 def summary(layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,6 +244,12 @@ def summary(layers: list[dict[str, Any]]) -> dict[str, Any]:
         "few_tokens": starved,
         "kept_even": sorted(name for name, facts in modules.items() if facts["kept_even"]),
         "changed_tensors": sorted(name for layer in layers for name in layer["changed"]),
+        "refitted_routers": sorted(
+            name
+            for layer in layers
+            for name, facts in layer.get("routers", {}).items()
+            if facts["refitted"]
+        ),
         "notes": [note for layer in layers for note in layer["notes"]],
     }
 

@@ -55,6 +55,8 @@ class MethodOptions:
     move_exponents: bool = True
     fold_norms: bool | None = None
     """Let `gptq+` change norm gains; None does so in models without routers only."""
+    refit_routers: bool = False
+    """Fit routers to their inputs in the rounded model where that helps (see `refit`)."""
     guard_tokens_per_column: float = 4.0
     """With fewer tokens than this per input channel, a result must win on held-out tokens."""
 

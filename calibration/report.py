@@ -111,7 +111,8 @@ def _calibration(found: Mapping[str, Any]) -> str:
         ("of these written as without calibration", f"{len(summary['kept_even']):,}"),
     ]
     text = "<h2>Codes</h2>" + _rows(("", ""), facts)
-    text += _names("Kept tensors that a fold changed", summary["changed_tensors"])
+    text += _refits(found["layers"])
+    text += _names("Kept tensors that calibration changed", summary["changed_tensors"])
     text += _names("Written as without calibration", summary["kept_even"])
     return text + _names("Notes", summary["notes"])
 
@@ -130,6 +131,7 @@ def _routing(found: Mapping[str, Any]) -> str:
         ),
         ("protected tensors", f"{summary['protected_tensors']:,}"),
         ("of these not byte for byte the source's", f"{len(summary['protected_changed']):,}"),
+        ("routers re-fitted on request", f"{len(summary['routers_refitted']):,}"),
     ]
     text = "<h2>Routing</h2>" + _rows(("", ""), facts)
     text += f'<div class="map">{heat_map(found["layers"])}</div>'
@@ -137,6 +139,23 @@ def _routing(found: Mapping[str, Any]) -> str:
     text += _names("Protected tensors that differ", summary["protected_changed"])
     hashes = [(name, entry["sha256"]) for name, entry in found["protected"].items()]
     return text + "<h2>Protected tensors</h2>" + _rows(("tensor", "SHA-256"), hashes)
+
+
+def _refits(layers: Sequence[Mapping[str, Any]]) -> str:
+    """How every router fared whose re-fit was asked for."""
+    rows = [
+        (
+            name,
+            f"{facts['same_experts']:.2%} → {facts['same_experts_refitted']:.2%}, "
+            + ("re-fitted" if facts["refitted"] else "left as it was"),
+        )
+        for layer in layers
+        for name, facts in layer.get("routers", {}).items()
+    ]
+    if not rows:
+        return ""
+    head = ("router", "held-out tokens with the source's experts, before and after a re-fit")
+    return "<h3>Routers</h3>" + _rows(head, rows)
 
 
 def _names(title: str, names: Sequence[str]) -> str:

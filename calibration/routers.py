@@ -2,7 +2,8 @@
 
 Source and converted model run on the same tokens side by side. In every layer with a router, what
 the router says and which experts are chosen is compared token by token. Router weights themselves
-are compared byte by byte: they, like all protected tensors, are to be those of the source.
+are compared byte by byte: they, like all protected tensors, are to be those of the source, but for
+routers that a calibration re-fitted on request, which are told apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import torch
 from torch import nn
 
 from mxfp4.calibration.paired import Stream, side_by_side
+from mxfp4.calibration.refit import same_sets
 from mxfp4.calibration.samples import Samples
-from mxfp4.calibration.streaming.capture import routed_inputs
+from mxfp4.calibration.streaming.capture import watch_experts, watch_router
 from mxfp4.calibration.streaming.skeleton import ModelOptions
 from mxfp4.calibration.streaming.walk import DEFAULT_MEMORY
-from mxfp4.converters.checkpoint import open_checkpoint
+from mxfp4.converters.checkpoint import open_checkpoint, read_json_object
+from mxfp4.converters.compare import CALIBRATION_REPORT
 from mxfp4.converters.decide import PROTECTED_ROLES
 from mxfp4.converters.roles import Role, classify
 from mxfp4.errors import RecipeError
@@ -72,13 +76,17 @@ METRICS = tuple(
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """All layers with routers, and the protected tensors by name: (sha256, same bytes)."""
+    """All layers with routers, and the protected tensors by name: (sha256, same bytes).
+
+    `refitted` are the routers that the report beside `converted` says were re-fitted on request.
+    """
 
     source: str
     converted: str
     token_count: int
     layers: tuple[LayerRouting, ...]
     protected: Mapping[str, tuple[str, bool]]
+    refitted: tuple[str, ...] = ()
 
     @property
     def first_divergence(self) -> int | None:
@@ -102,6 +110,7 @@ class RoutingReport:
                 "protected_changed": sorted(
                     n for n, (_, same) in self.protected.items() if not same
                 ),
+                "routers_refitted": list(self.refitted),
             },
             "layers": [asdict(row) for row in self.layers],
             "protected": {
@@ -139,7 +148,7 @@ def check_routers(
             found = [_advance(stream, number, routers) for stream in streams]
             if found[0] is not None and found[1] is not None:
                 row = compare_routing(number, found[0], found[1], changed)
-                changed |= ~_same_sets(found[0].experts, found[1].experts)
+                changed |= ~same_sets(found[0].experts, found[1].experts)
                 rows.append(row)
             on_layer(number + 1, count)
     return RoutingReport(
@@ -148,6 +157,7 @@ def check_routers(
         samples.token_count,
         tuple(rows),
         protected_tensors(Path(source), Path(converted)),
+        refitted_routers(Path(converted)),
     )
 
 
@@ -156,7 +166,7 @@ def compare_routing(
 ) -> LayerRouting:
     """Figures of one layer; `changed_before` bool [M] marks tokens that differed earlier."""
     count, chosen = source.logits.shape[1], source.experts.shape[1]
-    same = _same_sets(source.experts, converted.experts)
+    same = same_sets(source.experts, converted.experts)
     shared = (source.experts.unsqueeze(2) == converted.experts.unsqueeze(1)).any(2).float().mean(1)
     first, second = source.logits.log_softmax(-1), converted.logits.log_softmax(-1)
     loads = [torch.bincount(r.experts.flatten(), minlength=count) for r in (source, converted)]
@@ -194,6 +204,14 @@ def router_names(folder: Path) -> frozenset[str]:
             hint="compare dense models with `mxfp4 compare`",
         )
     return found
+
+
+def refitted_routers(converted: Path) -> tuple[str, ...]:
+    """Routers that the calibration report of an output says were re-fitted; none without one."""
+    path = converted / CALIBRATION_REPORT
+    if not path.is_file():
+        return ()
+    return tuple(read_json_object(path)["summary"].get("refitted_routers", ()))
 
 
 def protected_tensors(source: Path, converted: Path) -> dict[str, tuple[str, bool]]:
@@ -234,11 +252,9 @@ def _advance(stream: Stream, number: int, routers: frozenset[str]) -> Routing | 
     def observe(layer: nn.Module) -> None:
         for name, _ in layer.named_parameters():
             if prefix + name in routers:
-                path = name.rpartition(".")[0]
-                hooks.append(_watch_router(layer.get_submodule(path), logits))
-        for module in layer.modules():
-            if any(p.ndim == 3 for p in module.parameters(recurse=False)):
-                hooks.append(_watch_experts(module, experts))
+                router = layer.get_submodule(name.rpartition(".")[0])
+                hooks.append(watch_router(router, partial(_note_logits, router, logits)))
+        hooks.extend(watch_experts(layer, experts.append))
 
     try:
         stream.advance(number, observe)
@@ -252,21 +268,10 @@ def _advance(stream: Stream, number: int, routers: frozenset[str]) -> Routing | 
     return Routing(joined, chosen)
 
 
-def _watch_router(router: nn.Module, logits: list[torch.Tensor]) -> Any:
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
-        hidden = inputs[0].detach().reshape(-1, weight.shape[-1])
-        bias = bias.float() if isinstance(bias, torch.Tensor) else None
-        logits.append(nn.functional.linear(hidden.float(), weight.float(), bias))
-
-    return router.register_forward_pre_hook(note)
-
-
-def _watch_experts(container: nn.Module, experts: list[torch.Tensor]) -> Any:
-    def note(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        experts.append(routed_inputs((*inputs, *keywords.values()))[1])
-
-    return container.register_forward_pre_hook(note, with_kwargs=True)
+def _note_logits(router: nn.Module, logits: list[torch.Tensor], hidden: torch.Tensor) -> None:
+    weight, bias = router.get_parameter("weight"), getattr(router, "bias", None)
+    bias = bias.float() if isinstance(bias, torch.Tensor) else None
+    logits.append(nn.functional.linear(hidden.float(), weight.float(), bias))
 
 
 def _top_k(stream: Stream) -> int:
@@ -274,11 +279,6 @@ def _top_k(stream: Stream) -> int:
         if found := getattr(stream.skeleton.config, name, None):
             return int(found)
     raise RecipeError("the config does not tell how many experts a token uses")
-
-
-def _same_sets(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Whether two choices [M, k] are the same sets: bool [M]."""
-    return (first.sort(-1).values == second.sort(-1).values).all(-1)
 
 
 def _margins(routing: Routing) -> torch.Tensor:

@@ -95,6 +95,7 @@ class CodeStore:
             "changed": sorted(result.changed),
             "notes": list(result.notes),
             "tokens_per_expert": dict(result.loads),
+            "routers": result.routers,
         }
         _write(self._record(number), json.dumps(record).encode())
         self._adopt(number, record)
@@ -108,7 +109,7 @@ class CodeStore:
             return StoredCodes(arrays[f"{module}|codes"], arrays[f"{module}|scales"])
 
     def content(self, tensor: str) -> bytes | None:
-        """The new bytes of a kept tensor that a fold changed."""
+        """The new bytes of a kept tensor that a fold or a re-fit changed."""
         return self._changed.get(tensor)
 
     def values(self, number: int) -> dict[str, np.ndarray[Any, Any]]:

@@ -65,6 +65,12 @@ _folder = click.Path(file_okay=False, path_type=Path)
     default=None,
     help="Let gptq+ change norm gains.  [default: only in models without routers]",
 )
+@click.option(
+    "--refit-routers",
+    is_flag=True,
+    help="Fit routers to their inputs in the rounded model, where held-out tokens then reach the "
+    "source's experts more often. The only option that changes a router.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output of this tool.")
 @model_flags
 @recipe_flags
@@ -79,6 +85,7 @@ def calibrate(
     check_routers: bool,
     check_files: tuple[Path, ...],
     fold_norms: bool | None,
+    refit_routers: bool,
     overwrite: bool,
     tokens: int,
     sequence_length: int,
@@ -103,7 +110,8 @@ def calibrate(
     """Convert SOURCE to MXFP4 in OUTPUT with codes that suit the model's real inputs.
 
     The output has the tensors, names and sizes of a plain conversion. The model is run one decoder
-    layer at a time; the same command continues an interrupted run. Routers are never changed.
+    layer at a time; the same command continues an interrupted run. Routers are not
+    changed, unless --refit-routers asks for it.
     """
     with reported(as_json, debug), termination_unwinds():
         from mxfp4.converters.convert import RunOptions
@@ -116,13 +124,15 @@ def calibrate(
             return load_samples(source, chosen, tokens, sequence_length, number, trust_remote_code)
 
         if collect is not None:
+            if refit_routers:
+                raise RecipeError("--collect changes nothing", hint="leave out --refit-routers")
             _collect(source, collect, samples(files, seed), recipe, memory, trust_remote_code, say)
             return
         if output is None:
             raise RecipeError("there is no OUTPUT", hint="name a folder, or use --collect FOLDER")
         result: dict[str, Any] = {}
-        if method is not None or not check_routers:
-            chosen = _method(method or "gptq", fold_norms)
+        if method is not None or refit_routers or not check_routers:
+            chosen = _method(method or "gptq", fold_norms, refit_routers)
             options = build_options(format_name, max_shard_size, layout)
             if stats is not None:
                 report = _from_statistics(source, output, stats, recipe, chosen, options, run, say)
@@ -173,10 +183,10 @@ class _Speech:
             _show(output, result)
 
 
-def _method(name: str, fold_norms: bool | None) -> MethodOptions:
+def _method(name: str, fold_norms: bool | None, refit_routers: bool) -> MethodOptions:
     from mxfp4.calibration.methods import MethodOptions
 
-    return MethodOptions(name, fold_norms=fold_norms)
+    return MethodOptions(name, fold_norms=fold_norms, refit_routers=refit_routers)
 
 
 def _collect(
@@ -315,6 +325,9 @@ def _show(output: Path, result: dict[str, Any]) -> None:
             f"tokens   {len(summary['few_tokens']):,} modules saw few, "
             f"{len(summary['kept_even']):,} of them were written as without calibration"
         )
+        if calibration["options"]["refit_routers"]:
+            count = sum(len(layer["routers"]) for layer in calibration["layers"])
+            click.echo(f"routers  {len(summary['refitted_routers']):,} of {count:,} re-fitted")
         for note in summary["notes"]:
             click.echo(f"note     {note}")
     if routers := result.get("routers"):
@@ -331,4 +344,6 @@ def _show(output: Path, result: dict[str, Any]) -> None:
             f"kept     {summary['protected_tensors']:,} protected tensors, "
             f"{len(changed):,} of them changed"
         )
+        if refitted := summary["routers_refitted"]:
+            click.echo(f"refitted {len(refitted):,} routers, on request")
     click.echo(f"report   {output / HTML_NAME}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mxfp4.calibration.moments import Moments
 from mxfp4.calibration.streaming.parts import BankPart, LinearPart
@@ -39,7 +40,7 @@ class Routes:
         return self.hidden[token], self.gates[token, place].float() ** 2
 
 
-class _AllSeenError(Exception):
+class AllSeenError(Exception):
     """Every input that is wanted was seen; the rest of the layer need not be computed."""
 
 
@@ -61,7 +62,7 @@ class Countdown:
     def _seen(self, key: str) -> None:
         self._waiting.discard(key)
         if not self._waiting:
-            raise _AllSeenError
+            raise AllSeenError
 
 
 class LinearCapture:
@@ -157,6 +158,32 @@ def routed_inputs(
     return hidden, experts, gates
 
 
+def watch_router(router: nn.Module, note: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Tell `note` what enters a router each time it runs, as [M, H]."""
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        hidden = inputs[0].detach()
+        note(hidden.reshape(-1, hidden.shape[-1]))
+
+    return router.register_forward_pre_hook(hook)
+
+
+def watch_experts(layer: nn.Module, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+    """Tell `note` the experts [M, k] that tokens are sent to, for each container in a layer.
+
+    A container is a module with stacked matrices of its own; the list is empty without any.
+    """
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        note(routed_inputs((*inputs, *keywords.values()))[1])
+
+    return [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in layer.modules()
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    ]
+
+
 def observe(
     visit: Visit, linears: Sequence[LinearPart], banks: Sequence[BankPart]
 ) -> tuple[dict[str, Moments], dict[str, Routes]]:
@@ -165,7 +192,7 @@ def observe(
         waiting = Countdown([linear, *bank.values()])
         for batch in visit.batches:
             waiting.start(visit.halves[batch])
-            with suppress(_AllSeenError):
+            with suppress(AllSeenError):
                 visit.run(batch)
         return linear.moments, {key: capture.routes() for key, capture in bank.items()}
 

@@ -1,6 +1,6 @@
 """What of a decoder layer is quantized together: linears that share their input, banks of experts.
 
-A part belongs to a stage. Attention is stage 0 and all else stage 1, so that what follows the
+A part belongs to a stage. Attention comes first and all else behind it, so that what follows the
 attention is calibrated on the attention as it will be.
 """
 
@@ -16,6 +16,7 @@ from mxfp4.calibration.streaming.layout import Layout, Slot, weight_module
 from mxfp4.converters.plan import Plan
 from mxfp4.converters.roles import Role, TensorRole
 
+ATTENTION_STAGE, OTHER_STAGE = 0, 1
 _ATTENTION = frozenset({Role.ATTENTION, Role.ATTENTION_GATE})
 
 
@@ -70,13 +71,13 @@ def find_parts(layer: nn.Module, prefix: str, layout: Layout, plan: Plan) -> lis
             shared = role.group if role.group and role.role is not Role.EXPERT else None
             key = shared or slot.module
             linears.setdefault(key, []).append((slot, weight_module(name)))
-            stages[key] = 0 if role.role in _ATTENTION else 1
+            stages[key] = ATTENTION_STAGE if role.role in _ATTENTION else OTHER_STAGE
     parts: list[Part] = [
         LinearPart(key, stages[key], tuple(s for s, _ in found), tuple(p for _, p in found))
         for key, found in linears.items()
     ]
     parts += [
-        BankPart(f"{prefix}.{path}", 1, path, _frozen(bank.first), _frozen(bank.second))
+        BankPart(f"{prefix}.{path}", OTHER_STAGE, path, _frozen(bank.first), _frozen(bank.second))
         for path, bank in banks.items()
     ]
     return parts

@@ -1,13 +1,14 @@
 """Visit the decoder layers of a checkpoint one after the other, each with its real inputs.
 
 The activations of all tokens lie in one file per layer boundary; the file in front of a layer is
-removed when the layer behind it is finished, so that a walk can go on where it stopped.
+removed when the layer behind it is finished, so that a walk can go on where it stopped. On request
+the activations of the unchanged source go along in files of their own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,10 @@ DEFAULT_MEMORY = 4 << 30
 """Bytes that the temporaries of one layer may take, unless told otherwise."""
 
 
+_CALIBRATED = "hidden"
+_SOURCE = "source"
+"""Names of the files for the activations of the model as it becomes, and of the source."""
+
 PROBE_TOKENS = 64
 """Length of the short runs that show whether two versions of a layer compute the same."""
 
@@ -42,9 +47,13 @@ class Visit:
     run: Callable[[slice], torch.Tensor]
     batches: Sequence[slice]
     halves: Sequence[int]
+    sequence_length: int
     probe: Callable[[], torch.Tensor]
     """The layer on the first tokens of the first sequence."""
     head_size: int | None
+    run_source: Callable[[slice], None] | None = None
+    """Takes the source's own activations of a batch through the layer, which must still be as in
+    the source; to be called once for every batch. None unless the walk follows the source."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Walk:
     memory_bytes: int = DEFAULT_MEMORY
     on_layer: Callable[[int, int], None] = lambda done, total: None
     stop: threading.Event | None = None
+    follow_source: bool = False
+    """Also take the source's own activations along; twice the disk."""
 
     def go(
         self, first: int, visit: Callable[[Visit], None], finished: Callable[[int], None]
@@ -77,16 +88,19 @@ class Walk:
             if first == count:
                 return
             size = batch_size(self.samples.tokens.shape[1], skeleton.width, self.memory_bytes)
-            before = self._entry(first, skeleton, size)
+            names = (_CALIBRATED, _SOURCE) if self.follow_source else (_CALIBRATED,)
+            before = {name: self._entry(name, first, skeleton, size) for name in names}
             for number in range(first, count):
-                after = self._spill(number + 1, skeleton, new=True)
+                after = {name: self._spill(name, number + 1, skeleton, new=True) for name in names}
                 with skeleton.filled(number, weights):
-                    visit(self._visit(number, skeleton, layout, before, size))
+                    visit(self._visit(number, skeleton, layout, before, after, size))
                     for batch in self._batches(size):
-                        after.tensor[batch] = skeleton.run(number, before.tensor[batch])
-                after.sync()
+                        hidden = before[_CALIBRATED].tensor[batch]
+                        after[_CALIBRATED].tensor[batch] = skeleton.run(number, hidden)
+                for spilled in after.values():
+                    spilled.sync()
                 finished(number)
-                before.path.unlink()
+                _unlink(before)
                 before = after
                 release_memory()
                 self.on_layer(number + 1, count)
@@ -94,38 +108,57 @@ class Walk:
                     raise InterruptedConversionError(
                         "stopped on request", hint="run the same command to continue"
                     )
-            before.path.unlink()
+            _unlink(before)
 
     def _visit(
-        self, number: int, skeleton: Skeleton, layout: Layout, before: SpilledTensor, size: int
+        self,
+        number: int,
+        skeleton: Skeleton,
+        layout: Layout,
+        before: Mapping[str, SpilledTensor],
+        after: Mapping[str, SpilledTensor],
+        size: int,
     ) -> Visit:
         prefix = f"{skeleton.prefix}.{number}"
         layer = skeleton.layers[number]
+        hidden = before[_CALIBRATED].tensor
+
+        def run_source(batch: slice) -> None:
+            entering = before[_SOURCE].tensor[batch]
+            after[_SOURCE].tensor[batch] = skeleton.run(number, entering)
+
         return Visit(
             number,
             prefix,
             layer,
             find_parts(layer, prefix, layout, self.plan),
-            lambda batch: skeleton.run(number, before.tensor[batch]),
+            lambda batch: skeleton.run(number, hidden[batch]),
             self._batches(size),
             self.samples.halves,
-            lambda: skeleton.run(number, before.tensor[:1, :PROBE_TOKENS]),
+            self.samples.tokens.shape[1],
+            lambda: skeleton.run(number, hidden[:1, :PROBE_TOKENS]),
             skeleton.head_size,
+            run_source if self.follow_source else None,
         )
 
     def _batches(self, size: int) -> list[slice]:
         return list(batches(len(self.samples.tokens), size))
 
-    def _entry(self, first: int, skeleton: Skeleton, size: int) -> SpilledTensor:
+    def _entry(self, name: str, first: int, skeleton: Skeleton, size: int) -> SpilledTensor:
         """The activations in front of the first layer to visit."""
         if first:
-            return self._spill(first, skeleton, new=False)
-        entry = self._spill(0, skeleton, new=True)
+            return self._spill(name, first, skeleton, new=False)
+        entry = self._spill(name, 0, skeleton, new=True)
         for batch in self._batches(size):
             entry.tensor[batch] = skeleton.embed(self.samples.tokens[batch])
         return entry
 
-    def _spill(self, number: int, skeleton: Skeleton, *, new: bool) -> SpilledTensor:
+    def _spill(self, name: str, number: int, skeleton: Skeleton, *, new: bool) -> SpilledTensor:
         shape = (*self.samples.tokens.shape, skeleton.width)
-        path = self.folder / f"hidden-{number:05d}.bin"
+        path = self.folder / f"{name}-{number:05d}.bin"
         return SpilledTensor(path, shape, skeleton.options.dtype, new=new)
+
+
+def _unlink(spilled: Mapping[str, SpilledTensor]) -> None:
+    for tensor in spilled.values():
+        tensor.path.unlink()

@@ -306,19 +306,20 @@ def _open_shards(folder: Path, names: Iterable[str]) -> Iterator[SourceShard]:
 
 
 def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] | None) -> None:
+    if weight_map is not None and _all_at_home(shards, weight_map):
+        return
     home: dict[str, str] = {}
     for shard in shards:
-        names = dict.fromkeys([tensor.info.name for tensor in shard.header.tensors], shard.name)
-        if not home.keys().isdisjoint(names):
-            name = next(name for name in names if name in home)
-            raise CorruptCheckpointError(
-                f"the tensor is also in {home[name]}",
-                file=shard.name,
-                tensor=name,
-                hint="keep one of the two shards; a merge of two checkpoints looks like this",
-            )
-        home.update(names)
-    if weight_map is None or home == weight_map:
+        for tensor in shard.header.tensors:
+            other = home.setdefault(tensor.info.name, shard.name)
+            if other != shard.name:
+                raise CorruptCheckpointError(
+                    f"the tensor is also in {other}",
+                    file=shard.name,
+                    tensor=tensor.info.name,
+                    hint="keep one of the two shards; a merge of two checkpoints looks like this",
+                )
+    if weight_map is None:
         return
     for name, file in weight_map.items():
         if home.get(name) != file:
@@ -337,6 +338,18 @@ def _check_tensors(shards: tuple[SourceShard, ...], weight_map: dict[str, str] |
             tensor=extra[0],
             hint="index and shards come from different versions; download both again",
         )
+
+
+def _all_at_home(shards: tuple[SourceShard, ...], weight_map: Mapping[str, str]) -> bool:
+    """Whether every tensor is where the index says, and the index names no other.
+
+    A name leads to one shard, so equal counts prove that no two shards share one.
+    """
+    for shard in shards:
+        names = [tensor.info.name for tensor in shard.header.tensors]
+        if not {*map(weight_map.get, names)} <= {shard.name}:
+            return False
+    return sum(len(shard.header.tensors) for shard in shards) == len(weight_map)
 
 
 def _check_sidecars(folder: Path, names: Sequence[str], shards: tuple[SourceShard, ...]) -> None:

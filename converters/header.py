@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,7 @@ DATA_ALIGNMENT = 4096
 
 _LENGTH = struct.Struct("<Q")
 _FIRST_READ_BYTES = 1 << 16
+_FIELDS = operator.itemgetter("dtype", "shape", "data_offsets")
 
 
 class TensorInfo(NamedTuple):
@@ -64,6 +66,12 @@ class TensorInfo(NamedTuple):
 def _bit_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Cached: a checkpoint has hundreds of thousands of tensors and a few dozen shapes."""
     return math.prod(shape) * DTYPE_BITS[dtype]
+
+
+@functools.lru_cache(maxsize=65536)
+def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """The same dtype and shape, one object each for all tensors that have them, and the bits."""
+    return dtype, shape, _bit_count(dtype, shape)
 
 
 class StoredTensor(NamedTuple):
@@ -188,22 +196,20 @@ def _sound_entries(entries: Mapping[str, Any], base: int) -> tuple[StoredTensor,
     Checks whole columns at a time, which takes half as long as one entry after the other.
     """
     try:
-        dtypes = [entry["dtype"] for entry in entries.values()]
-        stored_shapes = [entry["shape"] for entry in entries.values()]
-        offsets = [entry["data_offsets"] for entry in entries.values()]
-        if {*map(type, stored_shapes), *map(type, offsets)} != {list}:
+        dtypes, shapes, offsets = zip(*map(_FIELDS, entries.values()), strict=True)
+        if {*map(type, shapes), *map(type, offsets)} != {list} or {*map(len, offsets)} != {2}:
             return None
-        shapes = list(map(tuple, stored_shapes))
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        if {*map(type, itertools.chain(starts, ends, *shapes))} != {int}:
+        edges = [*itertools.chain.from_iterable(offsets)]
+        if {*map(type, edges), *map(type, itertools.chain.from_iterable(shapes))} != {int}:
             return None
-        bits = list(map(_bit_count, dtypes, shapes))
+        dtypes, shapes, bits = zip(*map(_form, dtypes, map(tuple, shapes)), strict=True)
     except (KeyError, TypeError, ValueError):
         return None
+    starts, ends = edges[::2], edges[1::2]
     if (
-        min(itertools.chain.from_iterable(shapes), default=0) < 0
+        min(itertools.chain.from_iterable({*shapes}), default=0) < 0
         or starts != [0, *ends[:-1]]
-        or bits != [8 * (end - start) for start, end in offsets]
+        or [*bits] != [8 * size for size in map(operator.sub, ends, starts)]
     ):
         return None
     infos = map(TensorInfo, entries, dtypes, shapes)

@@ -6,7 +6,7 @@ tensor is never taken for FP8, and a packed weight without its scale is an error
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ _FOREIGN = {
     "qzeros": "GPTQ or AWQ",
     "absmax": "bitsandbytes",
 }
+_FOREIGN_LEAVES = tuple(_FOREIGN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,46 +76,52 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
     Raises a `CheckpointError` that names the tensor: for a packed or FP8 weight without scale, for
     companions of a wrong shape, for two forms of one weight, and for layouts that are not read.
     """
-    parts = {stored.info.name: Part(number, stored) for number, stored in checkpoint.located()}
-    blocks = _block_sizes(checkpoint.quantization)
-    dtypes = {part.stored.info.dtype for part in parts.values()}
-    asked = [recogniser for recogniser, own in RECOGNISERS if own is None or own & dtypes]
-    heads = {
-        name: source
-        for name, part in parts.items()
-        if part.stored.info.dtype not in _FLOATS
-        and not name.endswith(_SCALE_LEAVES)
-        and (source := _recognise(part, parts, blocks, asked)) is not None
+    parts = {
+        stored.info.name: Part(number, stored)
+        for number, shard in enumerate(checkpoint.shards)
+        for stored in shard.header.tensors
     }
-    taken = {part.info.name for source in heads.values() for part in source.parts[1:]}
+    heads = _recognised(parts, _block_sizes(checkpoint.quantization))
     quantized = bool(heads) or checkpoint.quantization is not None
+    # One pass in file order over what is left once companions have gone to their weights.
+    left: dict[str, Part | Source] = {**parts, **heads}
+    for source in heads.values():
+        for _, (info, _) in source.parts[1:]:
+            left.pop(info.name, None)
     sources: list[Source] = []
     dropped: list[Part] = []
-    for name, part in parts.items():
-        if name in taken:
-            continue
-        if name in heads:
-            sources.append(heads[name])
-        elif quantized and _is_leftover(part.info, parts):
-            dropped.append(part)
+    for item in left.values():
+        if isinstance(item, Source):
+            sources.append(item)
+        elif quantized and _is_leftover(item.info, parts):
+            dropped.append(item)
         else:
-            _refuse_unreadable(part.info, parts)
-            sources.append(Source(PLAIN, part.info, (part,)))
+            _refuse_unreadable(item.info, parts)
+            sources.append(Source(PLAIN, item.info, (item,)))
     _refuse_doubles(sources)
     return SourceTensors(tuple(sources), tuple(dropped))
 
 
-def _recognise(
-    part: Part,
-    parts: Mapping[str, Part],
-    blocks: tuple[tuple[int, int], ...],
-    asked: Sequence[Recogniser],
-) -> Source | None:
-    for recogniser in asked:
-        source = recogniser(part, parts.get, blocks)
-        if source is not None:
-            return source
-    return None
+def _recognised(
+    parts: Mapping[str, Part], blocks: tuple[tuple[int, int], ...]
+) -> dict[str, Source]:
+    """The sources that are not plain, by the name of the tensor that heads them."""
+    candidates = {}
+    dtypes = set()
+    for part in parts.values():
+        name, dtype, _ = part.stored.info
+        dtypes.add(dtype)
+        if dtype not in _FLOATS and not name.endswith(_SCALE_LEAVES):
+            candidates[name] = part
+    asked = [recogniser for recogniser, own in RECOGNISERS if own is None or own & dtypes]
+    heads = {}
+    for name, part in candidates.items():
+        for recogniser in asked:
+            source = recogniser(part, parts.get, blocks)
+            if source is not None:
+                heads[name] = source
+                break
+    return heads
 
 
 def _block_sizes(quantization: Mapping[str, Any] | None) -> tuple[tuple[int, int], ...]:
@@ -142,6 +149,8 @@ def _is_leftover(info: TensorInfo, parts: Mapping[str, Part]) -> bool:
 
 def _refuse_unreadable(info: TensorInfo, parts: Mapping[str, Part]) -> None:
     """Raise for what looks like a weight and would be copied as if it were plain numbers."""
+    if info.dtype in _FLOATS and not info.name.endswith(_FOREIGN_LEAVES):
+        return
     base, _, leaf = info.name.rpartition(".")
     affine = leaf == "weight" and info.dtype == "U32" and f"{base}.biases" in parts
     if leaf in _FOREIGN or affine:

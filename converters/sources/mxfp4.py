@@ -49,29 +49,36 @@ PACKED_NAMES = (
 )
 """Families of MXFP4, told apart by what is really there and not by the config's word."""
 
+_FAMILIES = {
+    dtype: tuple(names for names in PACKED_NAMES if dtype in names.dtypes)
+    for dtype in frozenset[str]().union(*(names.dtypes for names in PACKED_NAMES))
+}
+
 GGUF_LEAF = ".weight_gguf"
 """Codes and scales in one tensor of GGUF blocks."""
 
 
 def recognise(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> Source | None:
     """MXFP4 codes with a scale byte for every 32 of them; None for everything else."""
-    info = part.info
-    name, dtype, shape = info
-    if name.endswith(GGUF_LEAF) and dtype == "U8":
+    name, dtype, shape = part.stored.info
+    if dtype == "U8" and name.endswith(GGUF_LEAF):
         return _gguf(part)
-    for names in PACKED_NAMES:
-        if not name.endswith(names.codes) or dtype not in names.dtypes:
+    for names in _FAMILIES.get(dtype, ()):
+        if not name.endswith(names.codes):
             continue
         base = name.removesuffix(names.codes)
         scales = lookup(base + names.scales)
-        if scales is None or scales.info.dtype not in _BYTE_SCALES:
+        if scales is None:
             continue
-        logical, scales_shape = _logical_shapes(dtype, shape, names.blocked)
-        if logical is None or scales.info.shape != scales_shape:
+        scales_name, scales_dtype, scales_shape = scales.stored.info
+        if scales_dtype not in _BYTE_SCALES:
+            continue
+        logical, wanted = _logical_shapes(dtype, shape, names.blocked)
+        if logical is None or scales_shape != wanted:
             raise CorruptCheckpointError(
-                f"codes {dtype} {list(shape)} and scales {scales.info.name} "
-                f"{scales.info.dtype} {list(scales.info.shape)} do not belong together: one scale "
-                f"byte for {BLOCK_SIZE} codes was expected",
+                f"codes {dtype} {list(shape)} and scales {scales_name} {scales_dtype} "
+                f"{list(scales_shape)} do not belong together: one scale byte for {BLOCK_SIZE} "
+                "codes was expected",
                 tensor=name,
                 hint="this is neither MXFP4 nor another layout that is read here; convert from "
                 "the unquantized checkpoint",

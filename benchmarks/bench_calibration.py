@@ -54,6 +54,7 @@ class Model:
     length: int
     evaluation_tokens: int
     few_tokens: tuple[int, ...] = ()
+    routed: bool = False
 
 
 MODELS: Mapping[str, Model] = {
@@ -76,6 +77,7 @@ MODELS: Mapping[str, Model] = {
         256,
         24_576,
         (512, 1_024),
+        routed=True,
     ),
 }
 METHODS: Mapping[str, MethodOptions] = {
@@ -83,6 +85,9 @@ METHODS: Mapping[str, MethodOptions] = {
     "search": MethodOptions("search"),
     "gptq": MethodOptions("gptq"),
     "gptq+": MethodOptions("gptq+"),
+    "even-refit": MethodOptions("even", refit_routers=True),
+    "gptq-refit": MethodOptions("gptq", refit_routers=True),
+    "gptq+-refit": MethodOptions("gptq+", refit_routers=True),
     "gptq-plain": MethodOptions(
         "gptq",
         damping_low=0.01,
@@ -94,7 +99,8 @@ METHODS: Mapping[str, MethodOptions] = {
         guard_tokens_per_column=0.0,
     ),
 }
-"""`gptq-plain` is GPTQ without what protects against few tokens."""
+"""`-refit` also re-fits routers; `gptq-plain` is GPTQ without what protects against few tokens."""
+ROUTED_METHODS = frozenset(name for name, options in METHODS.items() if options.refit_routers)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ def run_calibrations(
             for method in methods:
                 if method == "even" and tokens != model.tokens:
                     continue  # it does not look at tokens
+                if method in ROUTED_METHODS and not model.routed:
+                    continue
                 for seed in SEEDS[:1] if method == "even" else wanted:
                     calibrate_one(bench, model, method, tokens, seed)
 
@@ -202,7 +210,7 @@ def evaluate_some(bench: Bench, model: Model, todo: Mapping[tuple[str, int, int]
             "perplexity_source": figures_here["perplexity_first"],
             **costs(folder, model),
         }
-        if model.name == "moe":
+        if model.routed:
             routing = check_routers(source, folder, samples).to_json()["summary"]
             row["same_experts"] = routing["same_set"]
             row["router_kl"] = routing["router_kl"]

@@ -86,9 +86,10 @@ class _Wish:
     asked: bool = False
 
 
-def default_level(roles: Mapping[str, TensorRole]) -> Level:
+def default_level(roles: Mapping[str, TensorRole] | Sequence[TensorRole]) -> Level:
     """Experts if the model has any outside its prediction blocks, else linear."""
-    has_experts = any(role.role is Role.EXPERT for role in roles.values())
+    listed = roles.values() if isinstance(roles, Mapping) else roles
+    has_experts = any(role.role is Role.EXPERT for role in listed)
     return Level.EXPERTS if has_experts else Level.LINEAR
 
 
@@ -100,6 +101,15 @@ def decide(
     Raises `RecipeError` for a pattern that matches nothing, for one that would quantize a
     protected role, and for one that asks for a part of a fusion group only.
     """
+    listed = [roles[info.name] for info in tensors]
+    decisions = decide_each(tensors, listed, recipe)
+    return {info.name: found for info, found in zip(tensors, decisions, strict=True)}
+
+
+def decide_each(
+    tensors: Sequence[TensorInfo], roles: Sequence[TensorRole], recipe: Recipe
+) -> list[Decision]:
+    """The decisions of `decide` for tensors and their roles in the same order."""
     names = [info.name for info in tensors]
     kept = NamePatterns(recipe.keep, "keep").match(names)
     asked = NamePatterns(recipe.quantize, "quantize").match(names)
@@ -107,13 +117,9 @@ def decide(
     wishes: dict[tuple[object, ...], _Wish] = {}
     chosen: list[_Wish] = []
     groups: dict[str, list[int]] = {}
-    for position, info in enumerate(tensors):
-        role = roles[info.name]
+    for position, (info, role) in enumerate(zip(tensors, roles, strict=True)):
         keep, want = kept.get(info.name), asked.get(info.name)
-        key = (
-            *(role.role, role.kind, role.axis, role.bank, role.inner, role.recognised),
-            *(info.shape, info.dtype, keep, want),
-        )
+        key = (role.verdict, info.dtype, info.shape, keep, want)
         wish = wishes.get(key)
         if wish is None:
             wish = wishes[key] = _wish(info, role, level, recipe, keep, want)
@@ -121,15 +127,11 @@ def decide(
         if role.group is not None:
             groups.setdefault(role.group, []).append(position)
     _settle(groups, chosen, names, roles)
-    return {
-        info.name: Decision(
-            Action.QUANTIZE if wish.quantize else Action.KEEP,
-            roles[info.name],
-            wish.reason,
-            wish.blocked,
-        )
-        for info, wish in zip(tensors, chosen, strict=True)
-    }
+    actions = {True: Action.QUANTIZE, False: Action.KEEP}
+    return [
+        Decision(actions[wish.quantize], role, wish.reason, wish.blocked)
+        for role, wish in zip(roles, chosen, strict=True)
+    ]
 
 
 def _wish(
@@ -206,7 +208,7 @@ def _settle(
     groups: Mapping[str, list[int]],
     chosen: list[_Wish],
     names: Sequence[str],
-    roles: Mapping[str, TensorRole],
+    roles: Sequence[TensorRole],
 ) -> None:
     """Give all members of a group one action."""
     for members in groups.values():
@@ -217,7 +219,7 @@ def _settle(
         stopper = next((p for p in others if chosen[p].final), None)
         if stopper is not None:
             _spread(wanted, chosen, names[stopper])
-        elif all(roles[names[p]].role is Role.ATTENTION_GATE for p in others):
+        elif all(roles[p].role is Role.ATTENTION_GATE for p in others):
             for position in others:
                 reason = f"fused with {names[wanted[0]]}"
                 chosen[position] = _follow(chosen[position], reason)

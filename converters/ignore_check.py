@@ -67,6 +67,15 @@ class NameSet:
             self.families[text].add(indices)
         self._numbers: dict[str, set[str]] = {}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether this is one of the names."""
+        text, indices = split_name(name)
+        return indices in self.families.get(text, ())
+
+    def add_members(self, family: str, members: Iterable[tuple[str, ...]]) -> None:
+        """Add names that have been parsed already."""
+        self.families[family].update(members)
+
     def numbers(self, family: str) -> set[str]:
         """All numbers in the names of a family, whatever their place."""
         if family not in self._numbers:

@@ -5,11 +5,12 @@ Everything here is a pure function of the checkpoint's headers, the recipe and t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mxfp4.converters.checkpoint import CONFIG_NAME, Checkpoint
-from mxfp4.converters.decide import Action, Decision, decide, default_level
+from mxfp4.converters.decide import Action, Decision, decide_each, default_level
 from mxfp4.converters.formats import OutputFormat, Payload, output_format
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.ignore import ignore_patterns
@@ -19,8 +20,9 @@ from mxfp4.converters.output_config import stale_files
 from mxfp4.converters.patterns import module_name
 from mxfp4.converters.plan import OutputOptions, OutputShard, Plan, PlannedTensor, Task, Treatment
 from mxfp4.converters.recipe import Recipe
-from mxfp4.converters.roles import classify
+from mxfp4.converters.roles import Classified, classify_each
 from mxfp4.converters.sources import Source, read_sources
+from mxfp4.converters.sources.types import PLAIN
 from mxfp4.converters.tasks import MODULES, bank_matrices, make_tasks, module_of, tasks_of
 from mxfp4.converters.treatments import packed_roles, treat
 from mxfp4.errors import (
@@ -57,13 +59,14 @@ def make_plan(
     _require_offered(layout, options, checkpoint)
     found = read_sources(checkpoint)
     infos = [_as_values(source) for source in found.sources]
-    roles = classify(infos, checkpoint.config)
+    classified = classify_each(infos, checkpoint.config)
+    roles = classified.roles
     if found.quantized:
         roles = packed_roles(found.sources, infos, roles, checkpoint.config)
     level = recipe.level or default_level(roles)
-    decisions = decide(infos, roles, replace(recipe, level=level))
+    decisions = decide_each(infos, roles, replace(recipe, level=level))
     if keep:
-        decisions = _keep_groups(decisions, keep)
+        decisions = _keep_groups([info.name for info in infos], decisions, keep)
     tensors = treat(found.sources, decisions, layout, checkpoint)
     tasks = make_tasks(tensors, layout, checkpoint.config or {})
     if like is None:
@@ -82,13 +85,13 @@ def make_plan(
         dropped=found.dropped,
         stale=stale_files(checkpoint),
     )
-    return replace(plan, ignore=_ignore(plan), warnings=plan_warnings(plan))
+    return replace(plan, ignore=_ignore(plan, classified), warnings=plan_warnings(plan))
 
 
 def _as_values(source: Source) -> TensorInfo:
     """What classification and recipes see: the tensor as if it were not quantized."""
     info = source.info
-    return info if source.plain else TensorInfo(info.name, "BF16", info.shape)
+    return info if source.storage == PLAIN else TensorInfo(info.name, "BF16", info.shape)
 
 
 def _require_offered(layout: OutputFormat, options: OutputOptions, checkpoint: Checkpoint) -> None:
@@ -107,16 +110,19 @@ def _require_offered(layout: OutputFormat, options: OutputOptions, checkpoint: C
         )
 
 
-def _keep_groups(decisions: Mapping[str, Decision], keep: Mapping[str, str]) -> dict[str, Decision]:
-    groups = {role.group: name for name in keep if (role := decisions[name].role).group is not None}
-    changed = dict(decisions)
-    for name, decision in decisions.items():
+def _keep_groups(
+    names: Sequence[str], decisions: Sequence[Decision], keep: Mapping[str, str]
+) -> list[Decision]:
+    found = dict(zip(names, decisions, strict=True))
+    groups = {role.group: name for name in keep if (role := found[name].role).group is not None}
+    changed = list(decisions)
+    for position, (name, decision) in enumerate(zip(names, decisions, strict=True)):
         if decision.action is not Action.QUANTIZE:
             continue
         cause = name if name in keep else groups.get(decision.role.group or "")
         if cause is not None:
             reason = keep[cause] if cause == name else f"kept with {cause}: {keep[cause]}"
-            changed[name] = decision._replace(action=Action.KEEP, reason=reason)
+            changed[position] = decision._replace(action=Action.KEEP, reason=reason)
     return changed
 
 
@@ -215,32 +221,42 @@ def _refuse_clash(tasks: Iterable[Task], layout: OutputFormat) -> None:
                 )
 
 
-def _ignore(plan: Plan) -> tuple[str, ...]:
+def _ignore(plan: Plan, classified: Classified) -> tuple[str, ...]:
     """Patterns for layouts that list what is not quantized, checked both ways."""
     if not plan.format.ignores:
         return ()
-    quantized = [
-        matrix.module
-        for shard in plan.shards
-        for task in shard.tasks
-        if task.treatment in MODULES
-        for matrix in task.matrices
-    ]
-    packed = NameSet(quantized)
-    modules = set(quantized)
+    packed = _packed_modules(plan.tensors, classified)
     # A kept bias belongs to the module of its weight, which may be quantized.
     kept = {
         module: tensor.decision.role
         for tensor in plan.tensors
         if tensor.treatment not in MODULES
-        and (module := module_name(tensor.info.name)) not in modules
+        and (module := module_name(tensor.info.name)) not in packed
     }
     patterns = ignore_patterns(packed, kept)
-    if _HEAD not in modules and not any(_HEAD in pattern for pattern in patterns):
+    if _HEAD not in packed and not any(_HEAD in pattern for pattern in patterns):
         # A tied head is not stored, but engines build the module all the same.
         patterns.append(f"re:.*\\b{_HEAD}$")
         check_ignore(patterns, packed, kept)
     return tuple(patterns)
+
+
+def _packed_modules(tensors: Sequence[PlannedTensor], classified: Classified) -> NameSet:
+    """The modules that end as MXFP4. Only those of banks have names that were not parsed yet."""
+    banks: list[str] = []
+    members: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    names = zip(classified.families, classified.indices, strict=True)
+    for tensor, (family, indices) in zip(tensors, names, strict=True):
+        if tensor.treatment in MODULES:
+            role = tensor.decision.role
+            if role.bank is None:
+                members[family].append(indices)
+            else:
+                banks += [module for module, _ in bank_matrices(tensor.info, role, role.bank)]
+    packed = NameSet(banks)
+    for family, found in members.items():
+        packed.add_members(module_of(family), found)
+    return packed
 
 
 def require_convertible(plan: Plan, *, allow_blocked: bool = False) -> None:

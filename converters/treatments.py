@@ -14,34 +14,37 @@ from mxfp4.converters.plan import PlannedTensor, Treatment
 from mxfp4.converters.roles import ExpertBank, Role, TensorRole, facts_of, words
 from mxfp4.converters.roles.banks import projections_of
 from mxfp4.converters.sources import STORAGES, Source
+from mxfp4.converters.sources.types import PLAIN
 from mxfp4.errors import RecipeError, UnsupportedFormatError
 
 _BANK_ROLES = frozenset({Role.EXPERT, Role.SHARED_EXPERT})
 _DEFAULT_BLOCK = (128, 128)
+_VALUES = frozenset({PLAIN, "fp8"})
+"""Storages with an element of its own for every value, along either axis."""
 
 
 def packed_roles(
     sources: Sequence[Source],
     infos: Sequence[TensorInfo],
-    roles: Mapping[str, TensorRole],
+    roles: Sequence[TensorRole],
     config: Mapping[str, Any] | None,
-) -> dict[str, TensorRole]:
+) -> list[TensorRole]:
     """Roles with what packing itself proves: codes lie along the last axis, so K is last."""
-    changed = dict(roles)
+    changed = list(roles)
     facts = None
-    for source in sources:
-        if source.plain or source.storage == "fp8":
+    for position, (source, role) in enumerate(zip(sources, roles, strict=True)):
+        if source.storage in _VALUES:
             continue
-        role, shape = roles[source.info.name], source.info.shape
+        shape = source.info.shape
         if len(shape) == 2 and role.axis != 1 and role.bank is None:
-            changed[source.info.name] = role._replace(axis=1)
+            changed[position] = role._replace(axis=1)
         elif len(shape) == 3 and _trunk_role(role) in _BANK_ROLES:
             facts = facts or facts_of(infos, config)
             leaf = source.info.name.removesuffix(".weight").rpartition(".")[2].lower()
             fused = words.stem(leaf) in words.FUSED_IN
             projections, arrangement = projections_of(leaf, fused, facts)
             bank = ExpertBank(shape[0], 1, projections, arrangement)
-            changed[source.info.name] = role._replace(axis=2, bank=bank)
+            changed[position] = role._replace(axis=2, bank=bank)
     return changed
 
 
@@ -68,18 +71,17 @@ def stays_fp8(source: Source, layout: OutputFormat, block: tuple[int, int]) -> b
 
 def treat(
     sources: Sequence[Source],
-    decisions: Mapping[str, Decision],
+    decisions: Sequence[Decision],
     layout: OutputFormat,
     checkpoint: Checkpoint,
 ) -> tuple[PlannedTensor, ...]:
-    """A treatment for every source.
+    """A treatment for every source, given its decision.
 
     Raises `RecipeError` where the recipe asks for more than the layout can hold.
     """
     block = shared_block(sources)
     planned = []
-    for source in sources:
-        decision = decisions[source.info.name]
+    for source, decision in zip(sources, decisions, strict=True):
         if layout.payload is not Payload.MXFP4:
             decision = _unquantized(decision, layout)
         treatment = _treatment(source, decision, layout, block)

@@ -8,7 +8,7 @@ share one verdict.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mxfp4.converters.header import TensorInfo
@@ -63,19 +63,34 @@ def classify(
     `config` is the parsed `config.json`; with None, widths and expert counts are measured on the
     tensors, and prediction layers are found by their contents only.
     """
+    listed = list(tensors)
+    roles = classify_each(listed, config).roles
+    return {info.name: role for info, role in zip(listed, roles, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """Columns with an entry per tensor: its role, and its name as family and indices."""
+
+    roles: list[TensorRole]
+    families: list[str]
+    indices: list[tuple[str, ...]]
+
+
+def classify_each(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> Classified:
+    """The roles of `classify` in the order of the tensors."""
     found = survey(tensors, config)
     stamps: dict[tuple[int, int], _Stamp] = {}
-    roles: dict[str, TensorRole] = {}
+    roles: list[TensorRole] = []
     rows = found.rows
-    for name, kind, layer, indices in zip(
-        rows.names, rows.kinds, rows.layers, rows.indices, strict=True
-    ):
+    for kind, layer, indices in zip(rows.kinds, rows.layers, rows.indices, strict=True):
         key = (kind, layer.setting)
         stamp = stamps.get(key)
         if stamp is None:
             stamp = stamps[key] = _judge_member(found, kind, layer.setting)
-        roles[name] = stamp.role(indices)
-    return roles
+        roles.append(stamp.role(indices))
+    texts = [member.family.text for member in found.members]
+    return Classified(roles, [texts[kind] for kind in rows.kinds], rows.indices)
 
 
 def _judge_member(found: Survey, kind: int, setting: int) -> _Stamp:

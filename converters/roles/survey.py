@@ -34,9 +34,8 @@ class Layer:
 
 @dataclass(slots=True)
 class Rows:
-    """One entry per tensor: its name, the number of its member, its layer and its indices."""
+    """One entry per tensor: the number of its member, its layer and the indices in its name."""
 
-    names: list[str] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     indices: list[tuple[str, ...]] = field(default_factory=list)
@@ -77,15 +76,15 @@ def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> S
     stacks: dict[str, dict[str, Layer]] = defaultdict(dict)
     outside = Layer("", "")
     rows = Rows()
-    for info in tensors:
-        text, indices = split_name(info.name)
+    for name, dtype, shape in tensors:
+        text, indices = split_name(name)
         track = tracks.get(text)
         if track is None:
             track = tracks[text] = _Track(parse_family(text), len(indices))
-        kind = track.kinds.get((info.shape, info.dtype))
+        kind = track.kinds.get((shape, dtype))
         if kind is None:
-            kind = track.kinds[info.shape, info.dtype] = len(members)
-            members.append(Member(track.family, info.shape, info.dtype))
+            kind = track.kinds[shape, dtype] = len(members)
+            members.append(Member(track.family, shape, dtype))
         for slot, seen in track.numbers:
             seen.add(indices[slot])
         layer = outside
@@ -94,7 +93,6 @@ def survey(tensors: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> S
             layers = stacks[track.family.stack]
             layer = layers.get(index) or layers.setdefault(index, Layer(track.family.stack, index))
         layer.kinds.add(kind)
-        rows.names.append(info.name)
         rows.kinds.append(kind)
         rows.layers.append(layer)
         rows.indices.append(indices)

@@ -85,6 +85,11 @@ class TensorRole(NamedTuple):
     kind: Kind = Kind.PLAIN
     inner: Role | None = None
 
+    @property
+    def verdict(self) -> tuple[object, ...]:
+        """Everything but the place in the model: what all tensors of one kind share."""
+        return self[:2] + self[5:]
+
     def contraction_length(self, shape: Sequence[int]) -> int | None:
         """K of a tensor of this role and `shape`, per expert for a flattened bank."""
         if self.axis is None or not -len(shape) <= self.axis < len(shape):

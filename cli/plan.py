@@ -171,7 +171,7 @@ def _kept_table(made: Plan) -> str:
     """Everything that is kept and why, unrecognised names first."""
     from mxfp4.converters.report import kept_groups
 
-    groups = kept_groups(made.tensors)
+    groups = kept_groups(made)
     rows = [["kept", "tensors", "first of them", "because"]]
     for group in groups[:_KEPT_ROWS]:
         role = group["role"] if group["recognised"] else f"{group['role']} (unrecognised)"

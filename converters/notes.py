@@ -16,13 +16,13 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
 
 
 def _general(plan: Plan) -> Iterator[str]:
-    unknown = sum(1 for tensor in plan.tensors if not tensor.decision.role.recognised)
+    unknown = sum(count for tensor, count in plan.kinds if not tensor.decision.role.recognised)
     if unknown:
         yield f"{unknown} tensor(s) have unrecognised names and are kept; see the table"
-    treatments = {tensor.treatment for tensor in plan.tensors}
+    treatments = {tensor.treatment for tensor, _ in plan.kinds}
     if treatments <= {Treatment.KEEP}:
         yield f"level {plan.level} quantizes nothing in this checkpoint"
-    names = {tensor.info.name for tensor in plan.tensors}
+    names = [tensor.source.info.name for tensor in plan.tensors]
     config = plan.checkpoint.config or {}
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings"))
@@ -37,9 +37,9 @@ def _general(plan: Plan) -> Iterator[str]:
 
 
 def _sources(plan: Plan) -> Iterator[str]:
-    passed = plan.treated(Treatment.PASS)
+    passed = sum(count for tensor, count in plan.kinds if tensor.treatment is Treatment.PASS)
     if passed:
-        yield f"{len(passed)} tensor(s) are MXFP4 already; codes and scales stay byte for byte"
+        yield f"{passed} tensor(s) are MXFP4 already; codes and scales stay byte for byte"
     for label, count in _by_storage(plan, Treatment.DECODE).items():
         form = "BF16" if plan.format.payload != "fp8" else "FP8"
         yield f"{count} {label} tensor(s) are decoded to {form}"
@@ -60,31 +60,33 @@ def _sources(plan: Plan) -> Iterator[str]:
 
 
 def _by_storage(plan: Plan, treatment: Treatment) -> Counter[str]:
-    return Counter(
-        STORAGES[tensor.source.storage].label
-        for tensor in plan.treated(treatment)
-        if not tensor.source.plain
-    )
+    found: Counter[str] = Counter()
+    for tensor, count in plan.kinds:
+        if tensor.treatment is treatment and not tensor.source.plain:
+            found[STORAGES[tensor.source.storage].label] += count
+    return found
 
 
 def _shapes(plan: Plan) -> Iterator[str]:
-    cut = [t for t in plan.quantized if t.decision.role.bank is not None]
-    stacks = any(len(task.shape) > 2 for shard in plan.shards for task in shard.tasks)
-    if cut and not stacks:
-        yield f"{len(cut)} stacked expert bank(s) are written as one matrix per expert"
+    quantized = [(t, count) for t, count in plan.kinds if t.treatment is Treatment.QUANTIZE]
+    cut = sum(count for tensor, count in quantized if tensor.decision.role.bank is not None)
+    if cut and any(len(task.shape) > 2 for shard in plan.shards for task in shard.tasks):
+        cut = 0
+    if cut:
+        yield f"{cut} stacked expert bank(s) are written as one matrix per expert"
     biases = sum(
-        1
-        for tensor in plan.tensors
+        count
+        for tensor, count in plan.kinds
         if tensor.decision.role.role is Role.BIAS and len(tensor.info.shape) > 1
     )
-    if cut and biases and not stacks:
+    if cut and biases:
         yield (
             f"{biases} stacked expert bias(es) keep their source names; "
             "loaders of per-expert checkpoints may not look for them"
         )
     turned = sum(
-        1
-        for tensor in plan.quantized
+        count
+        for tensor, count in quantized
         if tensor.decision.role.bank is None and tensor.decision.role.axis == 0
     )
     if turned:

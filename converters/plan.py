@@ -22,11 +22,15 @@ from mxfp4.converters.formats import OutputFormat, Payload, output_format
 from mxfp4.converters.header import DATA_ALIGNMENT, StoredTensor, TensorInfo
 from mxfp4.converters.reader import MatrixView
 from mxfp4.converters.recipe import Level, Recipe
-from mxfp4.converters.sources.types import Part, Source
+from mxfp4.converters.sources import PACKED, Part, Source
+from mxfp4.converters.sources.types import PLAIN
 
 PLAN_FORMAT = "mxfp4-plan/1"
 CODEC_ID = "e2m1-e8m0/1"
 """Changes whenever the codec writes other bytes for the same input and rule."""
+
+_SIZED = PACKED | {PLAIN}
+"""Storages whose size follows from dtype and shape, without a look at every companion."""
 
 
 class Treatment(StrEnum):
@@ -79,6 +83,36 @@ class PlannedTensor(NamedTuple):
     def byte_count(self) -> int:
         """Bytes of the weight and its companions."""
         return self.source.byte_count
+
+
+class PlannedTensors(tuple[PlannedTensor, ...]):
+    """All tensors of a plan in file order, and the kinds of tensors among them.
+
+    A checkpoint has hundreds of thousands of tensors of a few dozen kinds. Those of one kind have
+    the same fate for the same reason, and the same role, shape and size.
+    """
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[PlannedTensor, int], ...]:
+        """The first tensor of every kind, with how many there are."""
+        first: dict[int, PlannedTensor] = {}
+        for tensor, number in zip(self, self.kind_numbers, strict=True):
+            first.setdefault(number, tensor)
+        counts = Counter(self.kind_numbers)
+        return tuple((tensor, counts[number]) for number, tensor in first.items())
+
+    @cached_property
+    def kind_numbers(self) -> list[int]:
+        """The place in `kinds` of each tensor's kind."""
+        known: dict[tuple[object, ...], int] = {}
+        numbers = []
+        for source, decision, treatment in self:
+            _, dtype, shape = source.info
+            fate = (treatment, decision.reason, decision.blocked, decision.role.verdict)
+            form = (source.storage, dtype, shape)
+            kind = (*fate, *form, None if source.storage in _SIZED else source.byte_count)
+            numbers.append(known.setdefault(kind, len(known)))
+        return numbers
 
 
 class Matrix(NamedTuple):
@@ -177,7 +211,7 @@ class Plan:
     recipe: Recipe
     level: Level
     options: OutputOptions
-    tensors: tuple[PlannedTensor, ...]
+    tensors: PlannedTensors
     shards: tuple[OutputShard, ...]
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -198,7 +232,7 @@ class Plan:
         """The output format's entry in the registry."""
         return output_format(self.options.format)
 
-    @property
+    @cached_property
     def blocked(self) -> tuple[PlannedTensor, ...]:
         """Tensors that the recipe wants to quantize and that cannot be."""
         return tuple(tensor for tensor in self.tensors if tensor.decision.blocked)
@@ -220,19 +254,10 @@ class Plan:
                 for info in task.outputs(layout):
                     yield shard.name, info
 
-    @cached_property
+    @property
     def kinds(self) -> tuple[tuple[PlannedTensor, int], ...]:
-        """One tensor of every kind, with how many there are: same fate, role, shape and size.
-
-        A checkpoint has hundreds of thousands of tensors of a few dozen kinds.
-        """
-        members: dict[tuple[Any, ...], list[PlannedTensor]] = {}
-        for tensor in self.tensors:
-            role, source = tensor.decision.role, tensor.source
-            fate = (tensor.treatment, role.role, role.axis)
-            kind = (*fate, source.info.shape, source.info.dtype, source.byte_count)
-            members.setdefault(kind, []).append(tensor)
-        return tuple((tensors[0], len(tensors)) for tensors in members.values())
+        """The first tensor of every kind, with how many there are (see `PlannedTensors`)."""
+        return self.tensors.kinds
 
     @cached_property
     def totals(self) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ Everything here is a pure function of the checkpoint's headers, the recipe and t
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -136,11 +137,21 @@ def _fill_shards(
     groups: list[list[Task]] = [[]]
     sizes = [0]
     output_names: list[str] = []
+
+    @functools.cache
+    def written(shape: tuple[int, ...]) -> tuple[list[str], int]:
+        """Leaves and bytes of the tensors of an MXFP4 module."""
+        tensors = layout.tensors("", shape)
+        return [info.name for info in tensors], sum(info.byte_count for info in tensors)
+
     for task in tasks:
-        task_bytes = 0
-        for info in task.outputs(layout):
-            output_names.append(info.name)
-            task_bytes += info.byte_count
+        if task.treatment in MODULES:
+            leaves, task_bytes = written(task.shape)
+            output_names += [f"{task.module}{leaf}" for leaf in leaves]
+        else:
+            outputs = task.outputs(layout)
+            task_bytes = sum(info.byte_count for info in outputs)
+            output_names += [info.name for info in outputs]
         if options.layout == "same":
             full = bool(groups[-1]) and task.shard != groups[-1][-1].shard
         else:

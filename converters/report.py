@@ -6,11 +6,11 @@ Both depend on plan and records alone, never on when, where or in how many attem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxfp4.converters.formats import Payload
-from mxfp4.converters.plan import CODEC_ID, Plan, PlannedTensor, Treatment
+from mxfp4.converters.plan import CODEC_ID, Plan, Treatment
 from mxfp4.converters.state import ShardRecord
 from mxfp4.version import __version__
 
@@ -137,7 +137,7 @@ def markdown(plan: Plan, records: Sequence[ShardRecord]) -> str:
         lines += ["## Shared scales", "", "```", *_histogram(error["scale_histogram"]), "```", ""]
         worst = worst_modules(records)
         lines += ["## Largest relative errors", "", *_table(worst), ""]
-    lines += ["## Kept in the source dtype", "", *_kept(plan.tensors), ""]
+    lines += ["## Kept in the source dtype", "", *_kept(plan), ""]
     files = [{"file": r.shard, "bytes": r.byte_count, "sha256": r.sha256} for r in records]
     lines += ["## Files", "", *_table(files), "", f"Plan `{plan.id}`.", ""]
     return "\n".join(lines)
@@ -201,28 +201,21 @@ def _attention(plan: Plan, records: Sequence[ShardRecord]) -> list[str]:
     return ["## Worth knowing", "", *rows, ""] if rows else []
 
 
-def kept_groups(tensors: Iterable[PlannedTensor]) -> list[dict[str, Any]]:
+def kept_groups(plan: Plan) -> list[dict[str, Any]]:
     """Kept tensors by role and reason, unrecognised names first."""
-    groups: dict[tuple[bool, str, str], list[str]] = {}
-    for tensor in tensors:
+    groups: dict[tuple[bool, str, str], dict[str, Any]] = {}
+    for tensor, count in plan.kinds:
         if tensor.treatment is not Treatment.QUANTIZE:
-            role = tensor.decision.role
-            key = (role.recognised, str(role.role), tensor.decision.reason)
-            groups.setdefault(key, []).append(tensor.info.name)
-    return [
-        {
-            "recognised": recognised,
-            "role": role,
-            "tensors": len(names),
-            "reason": reason,
-            "first": names[0],
-        }
-        for (recognised, role, reason), names in sorted(groups.items())
-    ]
+            role, reason = tensor.decision.role, tensor.decision.reason
+            key = (role.recognised, str(role.role), reason)
+            facts = {"recognised": role.recognised, "role": key[1], "tensors": 0, "reason": reason}
+            group = groups.setdefault(key, {**facts, "first": tensor.info.name})
+            group["tensors"] += count
+    return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
 
-def _kept(tensors: Iterable[PlannedTensor]) -> list[str]:
-    groups = kept_groups(tensors)
+def _kept(plan: Plan) -> list[str]:
+    groups = kept_groups(plan)
     text = _table(groups[:_KEPT_ROWS])
     if len(groups) > _KEPT_ROWS:
         text.append(f"\n{len(groups) - _KEPT_ROWS} more reasons: `mxfp4 plan --tensors`.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mxfp4.converters.formats import DEFAULT_FORMAT, FORMATS, OutputFormat, Payload, Slot
 from mxfp4.converters.formats.stacked import GPT_OSS
+from mxfp4.converters.formats.types import Shape, unstacked
 from mxfp4.converters.header import TensorInfo
 from mxfp4.converters.plan import Matrix, PlannedTensor, Task, Treatment
 from mxfp4.converters.reader import MatrixView
@@ -16,6 +18,7 @@ from mxfp4.converters.sources import Source
 from mxfp4.errors import CorruptCheckpointError, UnsupportedFormatError
 
 _WEIGHT_LEAF = ".weight"
+_KEEP = Treatment.KEEP
 
 MODULES = frozenset({Treatment.QUANTIZE, Treatment.PASS})
 """Treatments that end as MXFP4 modules."""
@@ -35,6 +38,8 @@ def make_tasks(
     shape.
     """
     slot_of, transposed = _stacking(layout, config)
+    if slot_of is unstacked:
+        return [task for tensor in tensors for task in tasks_of(tensor, layout)]
     tasks: list[Task | None] = []
     stacks: dict[str, tuple[int, dict[tuple[int, int], tuple[Matrix, Slot]]]] = {}
     for tensor in tensors:
@@ -104,20 +109,27 @@ def _stacked_task(
 
 def tasks_of(
     tensor: PlannedTensor, layout: OutputFormat = FORMATS[DEFAULT_FORMAT], *, gather: bool = False
-) -> Iterator[Task]:
+) -> list[Task]:
     """The output modules that one source tensor becomes, before any stacking.
 
     With `gather`, also banks to decode are cut into matrices.
     """
-    source, role = tensor.source, tensor.decision.role
-    if tensor.treatment is Treatment.KEEP:
-        yield from _copies(source, layout)
-    elif role.bank is not None and (tensor.treatment in MODULES or gather or _stacked_mlx(source)):
-        for module, view in bank_matrices(source.info, role, role.bank):
-            shape = (view.row_count, view.column_count)
-            yield Task(tensor.treatment, source, module, shape, (Matrix(source, module, view),))
-    else:
-        yield _module_task(tensor)
+    source, decision, treatment = tensor
+    if treatment is _KEEP:
+        return _copies(source, layout)
+    role = decision.role
+    if role.bank is None or not (treatment in MODULES or gather or _stacked_mlx(source)):
+        return [_module_task(tensor)]
+    return [
+        Task(
+            treatment,
+            source,
+            module,
+            (view.row_count, view.column_count),
+            (Matrix(source, module, view),),
+        )
+        for module, view in bank_matrices(source.info, role, role.bank)
+    ]
 
 
 def _stacked_mlx(source: Source) -> bool:
@@ -125,42 +137,48 @@ def _stacked_mlx(source: Source) -> bool:
     return ".switch_mlp." in source.parts[0].info.name
 
 
-def _copies(source: Source, layout: OutputFormat) -> Iterator[Task]:
+def _copies(source: Source, layout: OutputFormat) -> list[Task]:
     if source.plain:
-        yield Task(Treatment.KEEP, source)
-        return
+        return [Task(_KEEP, source)]
     weight, scale = (part.info for part in source.parts)
     base = module_of(weight.name)
     leaf = layout.fp8_scale if weight.name.endswith(_WEIGHT_LEAF) else "_scale_inv"
     # An E8M0 byte has to be called one: loaders copy U8 by value.
     dtype = "F8_E8M0" if scale.dtype == "U8" else scale.dtype
-    yield Task(Treatment.KEEP, source)
     renamed = TensorInfo(f"{base}{leaf}", dtype, scale.shape)
-    yield Task(Treatment.KEEP, source, part=1, renamed=renamed)
+    return [Task(_KEEP, source), Task(_KEEP, source, part=1, renamed=renamed)]
 
 
 def _module_task(tensor: PlannedTensor) -> Task:
     """One task for the whole tensor; leading axes are matrices one after the other."""
-    source, role = tensor.source, tensor.decision.role
-    module, shape = module_of(source.info.name), source.info.shape
-    if tensor.treatment in MODULES and len(shape) != 2:
-        raise UnsupportedFormatError(
-            f"a packed tensor of shape {list(shape)} that is not known as a stack of experts",
-            tensor=source.info.name,
-            hint="decode it with --format bf16",
-        )
-    rows, columns = shape[-2:]
-    if tensor.treatment in MODULES and role.axis == 0:
-        view = MatrixView(columns, rows, 0, 1, columns)
-        return Task(
-            tensor.treatment, source, module, (columns, rows), (Matrix(source, module, view),)
-        )
+    source, decision, treatment = tensor
+    name, _, shape = source.info
+    module, turned = module_of(name), False
+    if treatment in MODULES:
+        turned = decision.role.axis == 0
+        if len(shape) != 2:
+            raise UnsupportedFormatError(
+                f"a packed tensor of shape {list(shape)} that is not known as a stack of experts",
+                tensor=name,
+                hint="decode it with --format bf16",
+            )
+    shape, views = _views(shape, turned)
     # A list, as this runs for every expert of a checkpoint and nearly always once.
-    matrices = [
-        Matrix(source, module, MatrixView(rows, columns, number * rows * columns, columns, 1))
-        for number in range(math.prod(shape[:-2]))
-    ]
-    return Task(tensor.treatment, source, module, shape, tuple(matrices))
+    matrices = tuple([Matrix(source, module, view) for view in views])
+    return Task(treatment, source, module, shape, matrices)
+
+
+@functools.lru_cache(maxsize=65536)
+def _views(shape: Shape, turned: bool) -> tuple[Shape, tuple[MatrixView, ...]]:
+    """The module's shape and its matrices in a tensor; `turned` ones are stored [K, N].
+
+    Cached, so that the many experts of one shape share their views.
+    """
+    rows, columns = shape[-2:]
+    if turned:
+        return (columns, rows), (MatrixView(columns, rows, 0, 1, columns),)
+    offsets = (number * rows * columns for number in range(math.prod(shape[:-2])))
+    return shape, tuple(MatrixView(rows, columns, offset, columns, 1) for offset in offsets)
 
 
 def bank_matrices(

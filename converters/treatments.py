@@ -10,10 +10,10 @@ from mxfp4.converters.checkpoint import Checkpoint
 from mxfp4.converters.decide import Action, Decision
 from mxfp4.converters.formats import OutputFormat, Payload
 from mxfp4.converters.header import TensorInfo
-from mxfp4.converters.plan import PlannedTensor, Treatment
+from mxfp4.converters.plan import PlannedTensor, PlannedTensors, Treatment
 from mxfp4.converters.roles import ExpertBank, Role, TensorRole, facts_of, words
 from mxfp4.converters.roles.banks import projections_of
-from mxfp4.converters.sources import STORAGES, Source
+from mxfp4.converters.sources import PACKED, STORAGES, Source
 from mxfp4.converters.sources.types import PLAIN
 from mxfp4.errors import RecipeError, UnsupportedFormatError
 
@@ -21,6 +21,11 @@ _BANK_ROLES = frozenset({Role.EXPERT, Role.SHARED_EXPERT})
 _DEFAULT_BLOCK = (128, 128)
 _VALUES = frozenset({PLAIN, "fp8"})
 """Storages with an element of its own for every value, along either axis."""
+
+# Once, as Python 3.11 takes longer to find a member of an enumeration than to decide a tensor.
+_WANTED = Action.QUANTIZE
+_QUANTIZE, _KEEP = Treatment.QUANTIZE, Treatment.KEEP
+_PASS, _DECODE = Treatment.PASS, Treatment.DECODE
 
 
 def packed_roles(
@@ -74,21 +79,24 @@ def treat(
     decisions: Sequence[Decision],
     layout: OutputFormat,
     checkpoint: Checkpoint,
-) -> tuple[PlannedTensor, ...]:
+) -> PlannedTensors:
     """A treatment for every source, given its decision.
 
     Raises `RecipeError` where the recipe asks for more than the layout can hold.
     """
     block = shared_block(sources)
+    quantizes = layout.payload is Payload.MXFP4
     planned = []
     for source, decision in zip(sources, decisions, strict=True):
-        if layout.payload is not Payload.MXFP4:
+        if not quantizes:
             decision = _unquantized(decision, layout)
         treatment = _treatment(source, decision, layout, block)
-        if treatment is Treatment.QUANTIZE:
+        if treatment is _QUANTIZE:
             _require_readable(source, decision, layout, checkpoint)
-        planned.append(PlannedTensor(source, _explained(decision, treatment), treatment))
-    return tuple(planned)
+        elif treatment is not _KEEP:
+            decision = _explained(decision, treatment)
+        planned.append(PlannedTensor(source, decision, treatment))
+    return PlannedTensors(planned)
 
 
 def _unquantized(decision: Decision, layout: OutputFormat) -> Decision:
@@ -101,15 +109,15 @@ def _unquantized(decision: Decision, layout: OutputFormat) -> Decision:
 def _treatment(
     source: Source, decision: Decision, layout: OutputFormat, block: tuple[int, int]
 ) -> Treatment:
-    wanted = decision.action is Action.QUANTIZE
-    if source.plain:
-        return Treatment.QUANTIZE if wanted else Treatment.KEEP
-    if layout.payload is Payload.MXFP4 and STORAGES[source.storage].packed is not None:
+    wanted = decision.action is _WANTED
+    if source.storage == PLAIN:
+        return _QUANTIZE if wanted else _KEEP
+    if source.storage in PACKED and layout.payload is Payload.MXFP4:
         held = layout.roles is None or _trunk_role(decision.role) in layout.roles
-        return Treatment.PASS if held else Treatment.DECODE
+        return _PASS if held else _DECODE
     if wanted:
-        return Treatment.QUANTIZE
-    return Treatment.KEEP if stays_fp8(source, layout, block) else Treatment.DECODE
+        return _QUANTIZE
+    return _KEEP if stays_fp8(source, layout, block) else _DECODE
 
 
 def _require_readable(
@@ -135,11 +143,8 @@ def _require_readable(
 
 
 def _explained(decision: Decision, treatment: Treatment) -> Decision:
-    """The decision with the reason for what really happens."""
-    if treatment is Treatment.PASS:
-        reason = "stored as MXFP4 already; its bytes stay as they are"
-        return Decision(decision.action, decision.role, reason)
-    if treatment is Treatment.DECODE:
+    """The decision with the reason why a tensor is passed on or decoded."""
+    reason = "stored as MXFP4 already; its bytes stay as they are"
+    if treatment is _DECODE:
         reason = f"{decision.reason}; decoded, because the layout cannot hold its stored form"
-        return Decision(decision.action, decision.role, reason)
-    return decision
+    return Decision(decision.action, decision.role, reason)

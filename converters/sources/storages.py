@@ -15,3 +15,6 @@ STORAGES: Mapping[str, Storage] = {
     "nvfp4": scaled.NVFP4_STORAGE,
 }
 """How each kind becomes values, or codes where it holds MXFP4."""
+
+PACKED = frozenset(name for name, storage in STORAGES.items() if storage.packed is not None)
+"""The kinds that hold MXFP4; nothing but their shape decides how many bytes they have."""

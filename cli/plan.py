@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mxfp4.cli.options import build_recipe, output_flags, recipe_flags
-from mxfp4.cli.render import emit_json, reported, size, table
+from mxfp4.cli.render import emit_object, reported, size, table
 from mxfp4.cli.targets import build_targets, show_remarks, target_flags, with_preset
 from mxfp4.converters.collector import collector_paused
 
@@ -67,7 +69,7 @@ def plan(
         made, *others = (plan_conversion(source, recipe, t.options, run) for t in targets)
         sizes = _parallel_sizes(tp)
         if as_json:
-            emit_json(plan_json(made, sizes))
+            emit_object(_facts_json(made), "tensors", _rows(made), _parallel_json(made, sizes))
         elif not quiet:
             for target, each in zip(targets, (made, *others), strict=True):
                 show_plan(each)
@@ -83,10 +85,15 @@ def plan(
 
 def plan_json(made: Plan, parallel_sizes: list[int]) -> dict[str, Any]:
     """The plan as the JSON document of `mxfp4 plan --json`."""
+    tensors = [_tensor_json(tensor) for tensor in made.tensors]
+    return {**_facts_json(made), "tensors": tensors, **_parallel_json(made, parallel_sizes)}
+
+
+def _facts_json(made: Plan) -> dict[str, Any]:
     from mxfp4.converters.report import not_as_asked, role_table
 
     config = made.checkpoint.config or {}
-    document: dict[str, Any] = {
+    return {
         "model_type": config.get("model_type"),
         "level": str(made.level),
         "format": made.options.format,
@@ -96,11 +103,11 @@ def plan_json(made: Plan, parallel_sizes: list[int]) -> dict[str, Any]:
         "ignore": list(made.ignore),
         "warnings": list(made.warnings),
         "blocked": not_as_asked(made),
-        "tensors": [_tensor_json(tensor) for tensor in made.tensors],
     }
-    if parallel_sizes:
-        document["tensor_parallel"] = [row.to_json() for row in _parallel(made, parallel_sizes)]
-    return document
+
+
+def _parallel_json(made: Plan, sizes: list[int]) -> dict[str, Any]:
+    return {"tensor_parallel": [row.to_json() for row in _parallel(made, sizes)]} if sizes else {}
 
 
 def peak_memory() -> int:
@@ -192,6 +199,15 @@ def _tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
         "axis": decision.role.axis,
         "reason": decision.reason,
     }
+
+
+def _rows(made: Plan) -> Iterator[str]:
+    """Every tensor as JSON: what follows the name is the same text for all of a kind."""
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    facts = [_tensor_json(tensor) for tensor, _ in made.kinds]
+    rests = [encode({key: row[key] for key in row if key != "name"})[1:] for row in facts]
+    for (source, _, _), number in zip(made.tensors, made.tensors.kind_numbers, strict=True):
+        yield f'{{"name": {encode(source.info.name)}, {rests[number]}'
 
 
 def _tensor_table(made: Plan) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
@@ -38,6 +39,7 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 """Exit code of each error; the first row that fits counts."""
 
 _PLAIN_SECONDS = 30.0
+_ROWS_AT_A_TIME = 4096
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -71,6 +73,23 @@ def table(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
 def emit_json(value: Any) -> None:
     """One JSON document on stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def emit_object(
+    before: Mapping[str, Any], name: str, rows: Iterable[str], after: Mapping[str, Any]
+) -> None:
+    """Like `emit_json`, for an object with one long list `name`, a part at a time.
+
+    The keys of `before` and `after` stand around it; the first is not empty. `rows` are JSON.
+    """
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    left = iter(rows)
+    sys.stdout.write(f"{encode(before)[:-1]}, {encode(name)}: [")
+    sys.stdout.write(", ".join(itertools.islice(left, _ROWS_AT_A_TIME)))
+    while part := ", ".join(itertools.islice(left, _ROWS_AT_A_TIME)):
+        sys.stdout.write(f", {part}")
+    rest = f", {encode(after)[1:-1]}" if after else ""
+    sys.stdout.write(f"]{rest}}}\n")
 
 
 @contextmanager

@@ -76,23 +76,24 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
     Raises a `CheckpointError` that names the tensor: for a packed or FP8 weight without scale, for
     companions of a wrong shape, for two forms of one weight, and for layouts that are not read.
     """
-    parts = {
-        stored.info.name: Part(number, stored)
+    listed = [
+        Part(number, stored)
         for number, shard in enumerate(checkpoint.shards)
         for stored in shard.header.tensors
-    }
-    heads = _recognised(parts, _block_sizes(checkpoint.quantization))
-    quantized = bool(heads) or checkpoint.quantization is not None
-    # One pass in file order over what is left once companions have gone to their weights.
-    left: dict[str, Part | Source] = {**parts, **heads}
-    for source in heads.values():
-        for _, (info, _) in source.parts[1:]:
-            left.pop(info.name, None)
+    ]
+    parts = dict(zip([part.stored.info.name for part in listed], listed, strict=True))
+    found = _recognised(parts, _block_sizes(checkpoint.quantization))
+    # By identity: the hash of a part is one of all its contents.
+    taken = {id(part) for item in found if isinstance(item, Source) for part in item.parts[1:]}
+    heads = any(isinstance(item, Source) for item in found)
+    quantized = heads or checkpoint.quantization is not None
     sources: list[Source] = []
     dropped: list[Part] = []
-    for item in left.values():
+    for item in found:
         if isinstance(item, Source):
             sources.append(item)
+        elif id(item) in taken:
+            continue
         elif quantized and _is_leftover(item.info, parts):
             dropped.append(item)
         else:
@@ -104,24 +105,21 @@ def read_sources(checkpoint: Checkpoint) -> SourceTensors:
 
 def _recognised(
     parts: Mapping[str, Part], blocks: tuple[tuple[int, int], ...]
-) -> dict[str, Source]:
-    """The sources that are not plain, by the name of the tensor that heads them."""
-    candidates = {}
-    dtypes = set()
+) -> list[Part | Source]:
+    """All parts in order, with sources in the place of those that head one."""
+    dtypes = {part.stored.info.dtype for part in parts.values()}
+    asked = [recogniser for recogniser, own in RECOGNISERS if own is None or own & dtypes]
+    found: list[Part | Source] = []
     for part in parts.values():
         name, dtype, _ = part.stored.info
-        dtypes.add(dtype)
+        source = None
         if dtype not in _FLOATS and not name.endswith(_SCALE_LEAVES):
-            candidates[name] = part
-    asked = [recogniser for recogniser, own in RECOGNISERS if own is None or own & dtypes]
-    heads = {}
-    for name, part in candidates.items():
-        for recogniser in asked:
-            source = recogniser(part, parts.get, blocks)
-            if source is not None:
-                heads[name] = source
-                break
-    return heads
+            for recogniser in asked:
+                source = recogniser(part, parts.get, blocks)
+                if source is not None:
+                    break
+        found.append(part if source is None else source)
+    return found
 
 
 def _block_sizes(quantization: Mapping[str, Any] | None) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ Shape = tuple[int, ...]
 _BYTE_SCALES = frozenset({"U8", "F8_E8M0"})
 
 
-@dataclass(frozen=True, slots=True)
-class PackedNames:
+class PackedNames(NamedTuple):
     """Leaves and dtypes of one family; `canonical` replaces the codes' leaf in the name."""
 
     codes: str
@@ -54,6 +53,9 @@ _FAMILIES = {
     for dtype in frozenset[str]().union(*(names.dtypes for names in PACKED_NAMES))
 }
 
+_MLX_EXPERTS = (".switch_mlp.", ".experts.")
+"""MLX stacks experts under a module of its own name."""
+
 GGUF_LEAF = ".weight_gguf"
 """Codes and scales in one tensor of GGUF blocks."""
 
@@ -61,19 +63,17 @@ GGUF_LEAF = ".weight_gguf"
 def recognise(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> Source | None:
     """MXFP4 codes with a scale byte for every 32 of them; None for everything else."""
     name, dtype, shape = part.stored.info
-    if dtype == "U8" and name.endswith(GGUF_LEAF):
-        return _gguf(part)
-    for names in _FAMILIES.get(dtype, ()):
-        if not name.endswith(names.codes):
+    for codes, _, leaf, canonical, blocked in _FAMILIES.get(dtype, ()):
+        if not name.endswith(codes):
             continue
-        base = name.removesuffix(names.codes)
-        scales = lookup(base + names.scales)
+        base = name.removesuffix(codes)
+        scales = lookup(base + leaf)
         if scales is None:
             continue
         scales_name, scales_dtype, scales_shape = scales.stored.info
         if scales_dtype not in _BYTE_SCALES:
             continue
-        logical, wanted = _logical_shapes(dtype, shape, names.blocked)
+        logical, wanted = _logical_shapes(dtype, shape, blocked)
         if logical is None or scales_shape != wanted:
             raise CorruptCheckpointError(
                 f"codes {dtype} {list(shape)} and scales {scales_name} {scales_dtype} "
@@ -83,14 +83,9 @@ def recognise(part: Part, lookup: Lookup, blocks: Sequence[tuple[int, int]]) -> 
                 hint="this is neither MXFP4 nor another layout that is read here; convert from "
                 "the unquantized checkpoint",
             )
-        info = TensorInfo(_canonical(base + names.canonical), "MXFP4", logical)
+        info = TensorInfo((base + canonical).replace(*_MLX_EXPERTS), "MXFP4", logical)
         return Source("mxfp4", info, (part, scales), (1, BLOCK_SIZE))
-    return None
-
-
-def _canonical(name: str) -> str:
-    """MLX stacks experts under a module of its own name."""
-    return name.replace(".switch_mlp.", ".experts.")
+    return _gguf(part) if dtype == "U8" and name.endswith(GGUF_LEAF) else None
 
 
 @functools.lru_cache(maxsize=65536)

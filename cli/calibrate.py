@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxfp4.cli.options import build_options, build_recipe, output_flags, recipe_flags
-from mxfp4.cli.render import Meter, emit_json, reported, size, termination_unwinds
-from mxfp4.cli.text import layer_meter, load_samples, model_flags, model_options, text_file
+from mxfp4.cli.options import RecipeFlags, output_flags, recipe_flags
+from mxfp4.cli.render import Meter, Voice, emit_json, reported, size, termination_unwinds
+from mxfp4.cli.text import TextFlags, layer_meter, model_flags, text_file
 from mxfp4.errors import RecipeError
 
 if TYPE_CHECKING:
     from mxfp4.calibration.calibrate import CalibrationReport
     from mxfp4.calibration.methods import MethodOptions
-    from mxfp4.calibration.samples import Samples
     from mxfp4.converters.convert import Progress, RunOptions
-    from mxfp4.converters.plan import OutputOptions
-    from mxfp4.converters.recipe import Recipe
 
 METHODS = ("even", "search", "gptq", "gptq+")
 HTML_NAME = "mxfp4_calibration.html"
@@ -87,100 +87,74 @@ def calibrate(
     fold_norms: bool | None,
     refit_routers: bool,
     overwrite: bool,
-    tokens: int,
-    sequence_length: int,
-    seed: int,
-    memory: int,
-    trust_remote_code: bool,
-    recipe_file: Path | None,
-    level: str | None,
-    keep: tuple[str, ...],
-    quantize: tuple[str, ...],
-    force_role: tuple[str, ...],
-    rule: str | None,
-    format_name: str,
-    max_shard_size: int,
-    layout: str,
-    allow_missing_config: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    text: TextFlags,
+    flags: RecipeFlags,
+    voice: Voice,
 ) -> None:
     """Convert SOURCE to MXFP4 in OUTPUT with codes that suit the model's real inputs.
 
     The output has the tensors, names and sizes of a plain conversion. The model is run one decoder
-    layer at a time; the same command continues an interrupted run. Routers are not
-    changed, unless --refit-routers asks for it.
+    layer at a time; the same command continues an interrupted run. Routers are not changed, unless
+    --refit-routers asks for it.
     """
-    with reported(as_json, debug), termination_unwinds():
-        from mxfp4.converters.convert import RunOptions
-
-        recipe = build_recipe(recipe_file, level, keep, quantize, force_role, rule)
-        run = RunOptions(overwrite=overwrite, allow_missing_config=allow_missing_config)
-        say = _Speech(as_json, quiet)
-
-        def samples(chosen: tuple[Path, ...], number: int) -> Samples:
-            return load_samples(source, chosen, tokens, sequence_length, number, trust_remote_code)
-
+    with reported(voice), termination_unwinds():
+        job = _Job(source, flags, text, overwrite, voice)
         if collect is not None:
             if refit_routers:
                 raise RecipeError("--collect changes nothing", hint="leave out --refit-routers")
-            _collect(source, collect, samples(files, seed), recipe, memory, trust_remote_code, say)
+            _collect(job, collect, files)
             return
         if output is None:
             raise RecipeError("there is no OUTPUT", hint="name a folder, or use --collect FOLDER")
         result: dict[str, Any] = {}
         if method is not None or refit_routers or not check_routers:
             chosen = _method(method or "gptq", fold_norms, refit_routers)
-            options = build_options(format_name, max_shard_size, layout)
             if stats is not None:
-                report = _from_statistics(source, output, stats, recipe, chosen, options, run, say)
+                report = _from_statistics(job, output, stats, chosen)
             else:
-                report = _from_text(
-                    source,
-                    output,
-                    samples(files, seed),
-                    recipe,
-                    chosen,
-                    options,
-                    run,
-                    memory,
-                    trust_remote_code,
-                    say,
-                )
+                report = _from_text(job, output, files, chosen)
             result["calibration"] = report.to_json()
         if check_routers:
-            checked = samples(check_files or files, seed if check_files else seed + 1)
-            result["routers"] = _check(source, output, checked, memory, trust_remote_code, say)
+            seed = text.seed if check_files else text.seed + 1
+            result["routers"] = _check(job, output, check_files or files, seed)
         _write_page(output, result)
-        say.end(output, result)
+        if voice.as_json:
+            emit_json(result)
+        elif not voice.quiet:
+            _show(output, result)
 
 
-class _Speech:
-    """What the command tells while it runs and at its end."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every step of the command needs."""
 
-    def __init__(self, as_json: bool, quiet: bool) -> None:
-        self.as_json = as_json
-        self.silent = as_json or quiet
+    source: Path
+    flags: RecipeFlags
+    text: TextFlags
+    overwrite: bool
+    voice: Voice
 
-    def layers(self, what: str) -> Any:
+    def run_options(self) -> RunOptions:
+        """How the conversion behind the calibration runs."""
+        from mxfp4.converters.convert import RunOptions
+
+        allow = self.flags.allow_missing_config
+        return RunOptions(overwrite=self.overwrite, allow_missing_config=allow)
+
+    def layers(self, what: str) -> Callable[[int, int], None]:
         """Layer counts on stderr."""
-        return layer_meter(what, self.silent)
+        return layer_meter(what, self.voice.silent)
 
-    def progress(self) -> tuple[Progress, Meter]:
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
         """Progress of the conversion behind the calibration."""
         from mxfp4.converters.convert import Progress
 
-        meter = Meter("write", quiet=self.silent)
-        return Progress(lambda plan, total, done: meter.start(total, done), meter.advance), meter
-
-    def end(self, output: Path, result: dict[str, Any]) -> None:
-        """The result as JSON or in a few lines."""
-        if self.as_json:
-            emit_json(result)
-        elif not self.silent:
-            _show(output, result)
+        meter = Meter("write", quiet=self.voice.silent)
+        try:
+            yield Progress(lambda plan, total, done: meter.start(total, done), meter.advance)
+        finally:
+            meter.close()
 
 
 def _method(name: str, fold_norms: bool | None, refit_routers: bool) -> MethodOptions:
@@ -189,113 +163,74 @@ def _method(name: str, fold_norms: bool | None, refit_routers: bool) -> MethodOp
     return MethodOptions(name, fold_norms=fold_norms, refit_routers=refit_routers)
 
 
-def _collect(
-    source: Path,
-    folder: Path,
-    samples: Samples,
-    recipe: Recipe,
-    memory: int,
-    trust_remote_code: bool,
-    say: _Speech,
-) -> None:
+def _collect(job: _Job, folder: Path, files: Sequence[Path]) -> None:
     from mxfp4.calibration.calibrate import collect_statistics
 
     found = collect_statistics(
-        source,
+        job.source,
         folder,
-        samples,
-        recipe,
-        model_options(trust_remote_code),
-        memory_bytes=memory,
-        on_layer=say.layers("collect"),
+        job.text.samples(job.source, files),
+        job.flags.recipe(),
+        job.text.model_options(),
+        memory_bytes=job.text.memory,
+        on_layer=job.layers("collect"),
     )
     total = sum(file.stat().st_size for file in folder.iterdir())
-    if say.as_json:
+    if job.voice.as_json:
         emit_json({"modules": len(found.modules), "bytes": total, "data": dict(found.facts)})
-    elif not say.silent:
-        click.echo(f"{folder}: statistics of {len(found.modules):,} modules, {size(total)}")
+    job.voice.say(f"{folder}: statistics of {len(found.modules):,} modules, {size(total)}")
 
 
 def _from_text(
-    source: Path,
-    output: Path,
-    samples: Samples,
-    recipe: Recipe,
-    method: MethodOptions,
-    options: OutputOptions,
-    run: RunOptions,
-    memory: int,
-    trust_remote_code: bool,
-    say: _Speech,
+    job: _Job, output: Path, files: Sequence[Path], method: MethodOptions
 ) -> CalibrationReport:
     from mxfp4.calibration.calibrate import CalibrationOptions
     from mxfp4.calibration.calibrate import calibrate as engine
 
-    progress, meter = say.progress()
-    settings = CalibrationOptions(method, model_options(trust_remote_code), memory)
-    try:
+    with job.progress() as progress:
         return engine(
-            source,
+            job.source,
             output,
-            samples,
-            recipe,
-            settings,
-            options,
-            run,
-            on_layer=say.layers("calibrate"),
+            job.text.samples(job.source, files),
+            job.flags.recipe(),
+            CalibrationOptions(method, job.text.model_options(), job.text.memory),
+            job.flags.output_options(),
+            job.run_options(),
+            on_layer=job.layers("calibrate"),
             progress=progress,
         )
-    finally:
-        meter.close()
 
 
 def _from_statistics(
-    source: Path,
-    output: Path,
-    folder: Path,
-    recipe: Recipe,
-    method: MethodOptions,
-    options: OutputOptions,
-    run: RunOptions,
-    say: _Speech,
+    job: _Job, output: Path, folder: Path, method: MethodOptions
 ) -> CalibrationReport:
     from mxfp4.calibration.calibrate import calibrate_from
     from mxfp4.calibration.statistics import Statistics
 
-    progress, meter = say.progress()
-    try:
+    with job.progress() as progress:
         return calibrate_from(
-            source,
+            job.source,
             output,
             Statistics(folder),
-            recipe,
+            job.flags.recipe(),
             method,
-            options,
-            run,
-            on_layer=say.layers("calibrate"),
+            job.flags.output_options(),
+            job.run_options(),
+            on_layer=job.layers("calibrate"),
             progress=progress,
         )
-    finally:
-        meter.close()
 
 
-def _check(
-    source: Path,
-    output: Path,
-    samples: Samples,
-    memory: int,
-    trust_remote_code: bool,
-    say: _Speech,
-) -> dict[str, Any]:
+def _check(job: _Job, output: Path, files: Sequence[Path], seed: int) -> dict[str, Any]:
     from mxfp4.calibration.routers import check_routers
 
     found = check_routers(
-        source,
+        job.source,
         output,
-        samples,
-        model_options(trust_remote_code),
-        memory_bytes=memory,
-        on_layer=say.layers("check routers"),
+        job.text.samples(job.source, files, seed),
+        job.text.model_options(),
+        memory_bytes=job.text.memory,
+        on_layer=job.layers("check routers"),
     ).to_json()
     (output / ROUTERS_NAME).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found

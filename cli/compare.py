@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from mxfp4.cli.options import output_flags
-from mxfp4.cli.render import emit_json, reported, table
-from mxfp4.cli.text import layer_meter, load_samples, model_flags, model_options, text_file
+from mxfp4.cli.render import Voice, emit_json, reported, table
+from mxfp4.cli.text import TextFlags, layer_meter, model_flags, text_file
 
 
 @click.command()
@@ -29,37 +29,29 @@ def compare(
     first: Path,
     second: Path,
     files: tuple[Path, ...],
-    tokens: int,
-    sequence_length: int,
-    seed: int,
-    memory: int,
-    trust_remote_code: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    text: TextFlags,
+    voice: Voice,
 ) -> None:
     """Compare the predictions of checkpoint SECOND with those of FIRST.
 
     Either may be plain or MXFP4. Tells KL(FIRST || SECOND), how often the most likely token is the
     same, and the perplexity of both, with 95 % intervals over sequences.
     """
-    with reported(as_json, debug):
+    with reported(voice):
         from mxfp4.calibration.compare import compare as run
 
-        samples = load_samples(first, files, tokens, sequence_length, seed, trust_remote_code)
-        silent = quiet or as_json or not verbose
+        silent = voice.silent or not voice.verbose
         found = run(
             first,
             second,
-            samples,
-            model_options(trust_remote_code),
-            memory_bytes=memory,
+            text.samples(first, files),
+            text.model_options(),
+            memory_bytes=text.memory,
             on_layer=layer_meter("compare", silent),
         ).to_json()
-        if as_json:
+        if voice.as_json:
             emit_json(found)
-        elif not quiet:
+        elif not voice.quiet:
             _show(found)
 
 

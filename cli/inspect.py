@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxfp4.cli.options import output_flags
-from mxfp4.cli.render import emit_json, reported, size, table
+from mxfp4.cli.render import Voice, emit_json, reported, size, table
 
 if TYPE_CHECKING:
     from mxfp4.converters.inspection import Inspection
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @output_flags
-def inspect(path: Path, as_json: bool, quiet: bool, verbose: int, debug: bool) -> None:
+def inspect(path: Path, voice: Voice) -> None:
     """Show what the checkpoint in PATH is: format, sizes by role and dtype, problems."""
-    with reported(as_json, debug):
+    with reported(voice):
         from mxfp4.converters.inspection import inspect as read
 
         found = read(path)
-        if as_json:
+        if voice.as_json:
             emit_json(found.to_json())
-        elif not quiet:
-            _show(found, verbose)
+        elif not voice.quiet:
+            _show(found, voice.verbose)
 
 
 def _show(found: Inspection, verbose: int) -> None:

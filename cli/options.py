@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+
+from mxfp4.cli.render import Voice
 
 if TYPE_CHECKING:
     from mxfp4.converters.plan import OutputOptions
@@ -32,8 +35,60 @@ def parse_size(ctx: click.Context, parameter: click.Parameter, value: str) -> in
     return int(float(match[1]) * _UNITS[unit])
 
 
+@dataclass(frozen=True, slots=True)
+class RecipeFlags:
+    """What to quantize and how, as `recipe_flags` took it from the command line."""
+
+    recipe_file: Path | None
+    level: str | None
+    keep: tuple[str, ...]
+    quantize: tuple[str, ...]
+    force_role: tuple[str, ...]
+    rule: str | None
+    format_name: str
+    max_shard_size: int
+    layout: str
+    allow_missing_config: bool
+
+    def recipe(self) -> Recipe:
+        """The recipe that file and flags describe together; flags win, patterns add up."""
+        from mxfp4.converters.recipe import Level, Recipe, parse_forced
+        from mxfp4.spec import ScaleRule
+
+        base = Recipe.load(self.recipe_file) if self.recipe_file else Recipe()
+        return replace(
+            base,
+            level=Level(self.level) if self.level else base.level,
+            keep=(*base.keep, *self.keep),
+            quantize=(*base.quantize, *self.quantize),
+            force_roles=base.force_roles | parse_forced(self.force_role),
+            rule=ScaleRule(self.rule) if self.rule else base.rule,
+        )
+
+    def output_options(self, activations: str = "none") -> OutputOptions:
+        """The layout of the output and its shards."""
+        from mxfp4.converters.formats import output_format
+        from mxfp4.converters.plan import OutputOptions
+
+        name = output_format(self.format_name).name
+        return OutputOptions(name, self.max_shard_size, self.layout, activations)
+
+
+def gathered(kind: type[Any], name: str, command: Command) -> Command:
+    """Hand a command the options that are fields of a dataclass as one argument `name`."""
+    names = [field.name for field in fields(kind)]
+
+    @functools.wraps(command)
+    def call(*arguments: Any, **values: Any) -> Any:
+        values[name] = kind(**{each: values.pop(each) for each in names})
+        return command(*arguments, **values)
+
+    return cast(Command, call)
+
+
 def output_flags(command: Command) -> Command:
-    """How a command speaks: `--json`, `-q`, `-v`, `--debug`."""
+    """How a command speaks: `--json`, `-q`, `-v`, `--debug`; its argument `voice`."""
+    command = gathered(Voice, "voice", command)
     for option in (
         click.option("--debug", is_flag=True, help="Show a traceback with an error."),
         click.option("-v", "--verbose", count=True, help="Say more; twice for every tensor."),
@@ -45,7 +100,8 @@ def output_flags(command: Command) -> Command:
 
 
 def recipe_flags(command: Command) -> Command:
-    """What to quantize and how."""
+    """What to quantize and how; the command's argument `flags`."""
+    command = gathered(RecipeFlags, "flags", command)
     for option in (
         click.option(
             "--allow-missing-config",
@@ -110,34 +166,3 @@ def recipe_flags(command: Command) -> Command:
     ):
         command = option(command)
     return command
-
-
-def build_recipe(
-    recipe_file: Path | None,
-    level: str | None,
-    keep: Sequence[str],
-    quantize: Sequence[str],
-    force_role: Sequence[str],
-    rule: str | None,
-) -> Recipe:
-    """The recipe that file and flags describe together; flags win, patterns add up."""
-    from mxfp4.converters.recipe import Level, Recipe, parse_forced
-    from mxfp4.spec import ScaleRule
-
-    base = Recipe.load(recipe_file) if recipe_file else Recipe()
-    return replace(
-        base,
-        level=Level(level) if level else base.level,
-        keep=(*base.keep, *keep),
-        quantize=(*base.quantize, *quantize),
-        force_roles=base.force_roles | parse_forced(force_role),
-        rule=ScaleRule(rule) if rule else base.rule,
-    )
-
-
-def build_options(format_name: str, max_shard_size: int, layout: str) -> OutputOptions:
-    """Output options from their flags."""
-    from mxfp4.converters.formats import output_format
-    from mxfp4.converters.plan import OutputOptions
-
-    return OutputOptions(output_format(format_name).name, max_shard_size, layout)

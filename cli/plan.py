@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxfp4.cli.options import build_recipe, output_flags, recipe_flags
-from mxfp4.cli.render import emit_object, reported, size, table
-from mxfp4.cli.targets import build_targets, show_remarks, target_flags, with_preset
+from mxfp4.cli.options import RecipeFlags, output_flags, recipe_flags
+from mxfp4.cli.render import Voice, emit_object, reported, size, table
+from mxfp4.cli.targets import TargetFlags, build_targets, show_remarks, target_flags, with_preset
 from mxfp4.converters.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -37,45 +37,28 @@ def plan(
     source: Path,
     tensors: bool,
     tp: str | None,
-    recipe_file: Path | None,
-    level: str | None,
-    keep: tuple[str, ...],
-    quantize: tuple[str, ...],
-    force_role: tuple[str, ...],
-    rule: str | None,
-    format_name: str,
-    max_shard_size: int,
-    layout: str,
-    allow_missing_config: bool,
-    activations: str,
-    engines: tuple[str, ...],
-    emit: str | None,
-    preset: str | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    flags: RecipeFlags,
+    aims: TargetFlags,
+    voice: Voice,
 ) -> None:
     """Show what converting SOURCE would do, without writing anything."""
-    with reported(as_json, debug):
+    with reported(voice):
         from mxfp4.converters.convert import RunOptions, plan_conversion
 
-        level, layout, format_name = with_preset(preset, level, layout, format_name)
-        targets = build_targets(
-            source, format_name, emit, engines, activations, max_shard_size, layout
-        )
-        recipe = build_recipe(recipe_file, level, keep, quantize, force_role, rule)
-        run = RunOptions(allow_missing_config=allow_missing_config)
+        flags = with_preset(flags, aims)
+        targets = build_targets(source, flags, aims)
+        recipe = flags.recipe()
+        run = RunOptions(allow_missing_config=flags.allow_missing_config)
         made, *others = (plan_conversion(source, recipe, t.options, run) for t in targets)
         sizes = _parallel_sizes(tp)
-        if as_json:
+        if voice.as_json:
             emit_object(_facts_json(made), "tensors", _rows(made), _parallel_json(made, sizes))
-        elif not quiet:
+        elif not voice.quiet:
             for target, each in zip(targets, (made, *others), strict=True):
                 show_plan(each)
                 show_remarks(target, each)
             click.echo("\n" + _kept_table(made))
-            if tensors or verbose > 1:
+            if tensors or voice.verbose > 1:
                 click.echo("\n" + _tensor_table(made))
             if sizes:
                 click.echo("\n" + _parallel_table(made, sizes))

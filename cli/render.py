@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO
 
@@ -41,6 +42,26 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 _PLAIN_SECONDS = 30.0
 _ROWS_AT_A_TIME = 4096
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """How a command speaks: `--json`, `-q`, `-v`, `--debug`."""
+
+    as_json: bool
+    quiet: bool
+    verbose: int
+    debug: bool
+
+    @property
+    def silent(self) -> bool:
+        """Whether people get nothing to read but errors."""
+        return self.quiet or self.as_json
+
+    def say(self, text: str) -> None:
+        """A line for people on stdout; nothing when quiet or when stdout carries JSON."""
+        if not self.silent:
+            click.echo(text)
 
 
 class Terminated(BaseException):
@@ -93,29 +114,29 @@ def emit_object(
 
 
 @contextmanager
-def reported(as_json: bool, debug: bool) -> Iterator[None]:
+def reported(voice: Voice) -> Iterator[None]:
     """Turn errors of the body into one message on stderr (or JSON on stdout) and an exit code."""
     try:
         yield
     except errors.Mxfp4Error as error:
         code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
-        _report(error, str(error), code, as_json, debug)
+        _report(error, str(error), code, voice)
         raise click.exceptions.Exit(code) from error
     except KeyboardInterrupt as error:
-        _report(error, "interrupted; the same command continues", EXIT_INTERRUPTED, as_json, debug)
+        _report(error, "interrupted; the same command continues", EXIT_INTERRUPTED, voice)
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from error
     except Terminated as error:
-        _report(error, "terminated; the same command continues", EXIT_TERMINATED, as_json, debug)
+        _report(error, "terminated; the same command continues", EXIT_TERMINATED, voice)
         raise click.exceptions.Exit(EXIT_TERMINATED) from error
     except OSError as error:
-        _report(error, f"{error.filename or ''}: {error.strerror or error}", 1, as_json, debug)
+        _report(error, f"{error.filename or ''}: {error.strerror or error}", EXIT_FAILED, voice)
         raise click.exceptions.Exit(EXIT_FAILED) from error
 
 
-def _report(error: BaseException, text: str, code: int, as_json: bool, debug: bool) -> None:
-    if debug:
+def _report(error: BaseException, text: str, code: int, voice: Voice) -> None:
+    if voice.debug:
         traceback.print_exception(error)
-    if as_json:
+    if voice.as_json:
         facts = {name: getattr(error, name, "") for name in ("message", "hint", "file", "tensor")}
         facts["message"] = facts["message"] or text
         emit_json({"error": {"type": type(error).__name__, **facts, "exit_code": code}})
@@ -213,11 +234,3 @@ class EventLog:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-
-Say = Callable[[str], None]
-
-
-def speaker(quiet: bool, as_json: bool) -> Say:
-    """Print for people on stdout; nothing when quiet or when stdout carries JSON."""
-    return (lambda text: None) if quiet or as_json else click.echo

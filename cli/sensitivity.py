@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxfp4.cli.options import build_options, build_recipe, output_flags, parse_size, recipe_flags
-from mxfp4.cli.render import emit_json, reported, size, table
+from mxfp4.cli.options import RecipeFlags, output_flags, parse_size, recipe_flags
+from mxfp4.cli.render import Voice, emit_json, reported, size, table
 
 if TYPE_CHECKING:
     from mxfp4.calibration.sensitivity import SensitivityReport
@@ -41,30 +41,18 @@ def _optional_size(
 @output_flags
 def sensitivity(
     source: Path,
-    recipe_file: Path | None,
-    level: str | None,
-    keep: tuple[str, ...],
-    quantize: tuple[str, ...],
-    force_role: tuple[str, ...],
-    rule: str | None,
-    format_name: str,
-    max_shard_size: int,
-    layout: str,
-    allow_missing_config: bool,
+    flags: RecipeFlags,
     bits: float | None,
     max_size: int | None,
     stats: Path | None,
     recipe_out: Path | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    voice: Voice,
 ) -> None:
     """Rank the fusion groups of SOURCE by output error per byte saved, and keep the worst.
 
     Kept groups stay in the source dtype. Give one budget, --bits or --max-size.
     """
-    with reported(as_json, debug):
+    with reported(voice):
         from mxfp4.calibration.sensitivity import Budget, recipe_yaml
         from mxfp4.calibration.sensitivity import sensitivity as run
         from mxfp4.calibration.statistics import Statistics
@@ -72,17 +60,17 @@ def sensitivity(
 
         plan = plan_conversion(
             source,
-            build_recipe(recipe_file, level, keep, quantize, force_role, rule),
-            build_options(format_name, max_shard_size, layout),
-            RunOptions(allow_missing_config=allow_missing_config),
+            flags.recipe(),
+            flags.output_options(),
+            RunOptions(allow_missing_config=flags.allow_missing_config),
         )
         report = run(plan, Budget(bits, max_size), Statistics(stats) if stats else None)
         if recipe_out is not None:
             recipe_out.write_text(recipe_yaml(report.recipe.to_json()), encoding="utf-8")
-        if as_json:
+        if voice.as_json:
             emit_json(report.to_json())
-        elif not quiet:
-            _show(report, verbose)
+        elif not voice.quiet:
+            _show(report, voice.verbose)
 
 
 def _show(report: SensitivityReport, verbose: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from mxfp4.cli.options import RecipeFlags, gathered
 
 if TYPE_CHECKING:
     from mxfp4.converters.plan import OutputOptions, Plan
@@ -31,8 +33,19 @@ class Target:
         return output if len(targets) == 1 else output / self.options.format
 
 
+@dataclass(frozen=True, slots=True)
+class TargetFlags:
+    """Engines and layouts to write for, as `target_flags` took them from the command line."""
+
+    activations: str
+    engines: tuple[str, ...]
+    emit: str | None
+    preset: str | None
+
+
 def target_flags(command: Command) -> Command:
-    """Which engines and layouts to write for."""
+    """Which engines and layouts to write for; the command's argument `aims`."""
+    command = gathered(TargetFlags, "aims", command)
     for option in (
         click.option(
             "--preset",
@@ -64,45 +77,34 @@ def target_flags(command: Command) -> Command:
     return command
 
 
-def with_preset(
-    preset: str | None, level: str | None, layout: str, format_name: str
-) -> tuple[str | None, str, str]:
-    """Level, shard layout and format, those of a preset where one is named."""
+def with_preset(flags: RecipeFlags, aims: TargetFlags) -> RecipeFlags:
+    """The flags with level, shard layout and format of a preset, where one is named."""
     from mxfp4.converters.presets import PRESETS
 
-    if preset is None:
-        return level, layout, format_name
-    found = PRESETS[preset]
-    if level not in (None, str(found.level)):
-        raise click.UsageError(f"--preset {preset} quantizes {found.level}, not {level}")
-    return str(found.level), found.layout, found.format
+    if aims.preset is None:
+        return flags
+    found = PRESETS[aims.preset]
+    if flags.level not in (None, str(found.level)):
+        raise click.UsageError(f"--preset {aims.preset} quantizes {found.level}, not {flags.level}")
+    return replace(flags, level=str(found.level), layout=found.layout, format_name=found.format)
 
 
-def build_targets(
-    source: Path,
-    format_name: str,
-    emit: str | None,
-    engines: Sequence[str],
-    activations: str,
-    max_shard_size: int,
-    layout: str,
-) -> list[Target]:
+def build_targets(source: Path, flags: RecipeFlags, aims: TargetFlags) -> list[Target]:
     """One target for every different layout asked for; engines that share one share the target."""
     from mxfp4.converters.engines import choose_layout, options_for
     from mxfp4.converters.formats import output_format
-    from mxfp4.converters.plan import OutputOptions
 
-    base = OutputOptions(output_format(format_name).name, max_shard_size, layout, activations)
+    base = flags.output_options(aims.activations)
     found: dict[str, Target] = {}
-    config = _config(source) if engines else {}
-    for engine in engines:
+    config = _config(source) if aims.engines else {}
+    for engine in aims.engines:
         options, note = options_for(engine, config, base), choose_layout(engine, config).note
         old = found.get(options.format, Target(options))
         notes = (*old.notes, f"{engine}: {note}") if note else old.notes
         found[options.format] = Target(options, (*old.engines, engine), notes)
-    names = [name.strip() for name in (emit or "").split(",") if name.strip()]
-    for name in names or ([] if engines else [base.format]):
-        options = OutputOptions(output_format(name).name, max_shard_size, layout, activations)
+    names = [name.strip() for name in (aims.emit or "").split(",") if name.strip()]
+    for name in names or ([] if aims.engines else [base.format]):
+        options = replace(base, format=output_format(name).name)
         found.setdefault(options.format, Target(options))
     return list(found.values())
 

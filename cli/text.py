@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from mxfp4.cli.options import parse_size
+from mxfp4.cli.options import gathered, parse_size
 
 if TYPE_CHECKING:
     from mxfp4.calibration.samples import Samples
@@ -19,8 +20,36 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 text_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
+@dataclass(frozen=True, slots=True)
+class TextFlags:
+    """How much text is taken and how the model is run, as `model_flags` took it."""
+
+    tokens: int
+    sequence_length: int
+    seed: int
+    memory: int
+    trust_remote_code: bool
+
+    def samples(self, folder: Path, files: Sequence[Path], seed: int | None = None) -> Samples:
+        """Token sequences from text files with the tokenizer of a checkpoint folder."""
+        from mxfp4.calibration.samples import SampleOptions, load_tokenizer, read_samples
+
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        number = self.seed if seed is None else seed
+        return read_samples(
+            files, tokenizer, SampleOptions(self.tokens, self.sequence_length, number)
+        )
+
+    def model_options(self) -> ModelOptions:
+        """How the model is built."""
+        from mxfp4.calibration.streaming.skeleton import ModelOptions
+
+        return ModelOptions(trust_remote_code=self.trust_remote_code)
+
+
 def model_flags(command: Command) -> Command:
-    """How much text is taken and how the model is run."""
+    """How much text is taken and how the model is run; the command's argument `text`."""
+    command = gathered(TextFlags, "text", command)
     for option in (
         click.option(
             "--trust-remote-code",
@@ -52,28 +81,6 @@ def model_flags(command: Command) -> Command:
     ):
         command = option(command)
     return command
-
-
-def load_samples(
-    folder: Path,
-    files: Sequence[Path],
-    tokens: int,
-    sequence_length: int,
-    seed: int,
-    trust_remote_code: bool,
-) -> Samples:
-    """Token sequences from text files with the tokenizer of a checkpoint folder."""
-    from mxfp4.calibration.samples import SampleOptions, load_tokenizer, read_samples
-
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return read_samples(files, tokenizer, SampleOptions(tokens, sequence_length, seed))
-
-
-def model_options(trust_remote_code: bool) -> ModelOptions:
-    """How the model is built."""
-    from mxfp4.calibration.streaming.skeleton import ModelOptions
-
-    return ModelOptions(trust_remote_code=trust_remote_code)
 
 
 def layer_meter(description: str, silent: bool) -> Callable[[int, int], None]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from mxfp4.cli.options import output_flags
-from mxfp4.cli.render import Say, emit_json, reported, speaker
+from mxfp4.cli.render import Voice, emit_json, reported
 from mxfp4.errors import BackendUnavailableError
+
+Say = Callable[[str], None]
 
 
 @click.command()
@@ -35,10 +37,7 @@ def tune(
     device: str,
     regimes: tuple[str, ...],
     prune_only: str | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    voice: Voice,
 ) -> None:
     """Measure tiles for weights of these shapes, such as 28672x8192, and store the best.
 
@@ -46,14 +45,13 @@ def tune(
     kernels; everything else keeps using the built-in tables.
     """
     sizes = [_size(shape) for shape in shapes]
-    with reported(as_json, debug):
+    with reported(voice):
         _require_triton()
-        say = speaker(quiet, as_json)
         if prune_only:
-            found = _prune(prune_only, regimes, say)
+            found = _prune(prune_only, regimes, voice.say)
         else:
-            found = _measure(sizes, device, regimes, say)
-        if as_json:
+            found = _measure(sizes, device, regimes, voice.say)
+        if voice.as_json:
             emit_json(found)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mxfp4.cli.options import output_flags
-from mxfp4.cli.render import EXIT_DIFFERENT, Meter, emit_json, reported
+from mxfp4.cli.render import EXIT_DIFFERENT, Meter, Voice, emit_json, reported
 
 if TYPE_CHECKING:
     from mxfp4.converters.verify import Verification
@@ -30,28 +30,25 @@ def verify(
     output: Path,
     source: Path | None,
     deep: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: int,
-    debug: bool,
+    voice: Voice,
 ) -> None:
     """Check OUTPUT; exit code 5 if anything differs.
 
     Without options only headers, sizes, index and config are read.
     """
-    with reported(as_json, debug):
+    with reported(voice):
         from mxfp4.converters.verify import verify as check
 
-        meter = Meter("verify", quiet=quiet or as_json)
+        meter = Meter("verify", quiet=voice.silent)
         meter.start(_bytes_to_read(output, source, deep))
         try:
             result = check(output, source, deep=deep, on_bytes=meter.advance)
         finally:
             meter.close()
-        if as_json:
+        if voice.as_json:
             emit_json(result.to_json())
-        elif not quiet or not result.ok:
-            _show(result, verbose)
+        elif not voice.quiet or not result.ok:
+            _show(result, voice.verbose)
         if not result.ok:
             raise click.exceptions.Exit(EXIT_DIFFERENT)
 

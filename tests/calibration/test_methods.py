@@ -51,7 +51,11 @@ def test_rescaled_moments_are_those_of_rescaled_inputs():
     scale = torch.rand(64) + 0.5
     again = Moments.empty(1, 64)
     again.add(0, inputs[0] / scale, 0)
-    torch.testing.assert_close(moments.rescaled(scale).mean(), again.mean())
+    wanted = again.mean()
+    # Products that cancel round against the size of the columns, not against their own.
+    sizes = wanted.diagonal(dim1=1, dim2=2).sqrt()
+    error = (moments.rescaled(scale).mean() - wanted).abs()
+    assert (error <= 1e-6 * sizes.unsqueeze(1) * sizes.unsqueeze(2)).all()
 
 
 def test_shrinking_counts_tokens_whatever_their_weight():

@@ -17,7 +17,11 @@
 #include "measure.h"
 #include "search.h"
 #if defined(MX_AVX512)
-#include "measure_avx512.h"
+#include "one_pass_avx512.h"
+#define MX_ONE_PASS
+#elif defined(__AVX2__)
+#include "one_pass_avx2.h"
+#define MX_ONE_PASS
 #endif
 
 #define JOIN_(a, b) a##b
@@ -54,7 +58,7 @@ int64_t EXPORTED(mx_encode_)(int dtype, const void *source, uint8_t *codes, uint
     make_plan(&plan, options);
     if (dtype == MX_BF16 && !plan.search && !statistics)
         return encode_words(source, codes, scales, blocks, &plan);
-#if defined(MX_AVX512)
+#if defined(MX_ONE_PASS)
     if (dtype == MX_BF16 && !plan.search)
         return encode_measured(source, codes, scales, blocks, &plan, statistics);
 #endif

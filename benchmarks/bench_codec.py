@@ -1,10 +1,11 @@
 """Speed and memory of the block codec beside memcpy and beside other packages' encoders.
 
-    python benchmarks/bench_codec.py [--mib 64] [--rounds 9] [--peer-rounds 3] [--write]
+    python benchmarks/bench_codec.py [--mib 64] [--rounds 9] [--peer-rounds 3] [--write NAME]
 
 Everything runs on one thread. Candidates take turns in every round; speeds are medians, ratios are
-medians of the ratios of each round. GB count the bytes of the BF16 source. `--write` puts the JSON
-and the chart into benchmarks/results/. Peers are whatever is installed beside this package.
+medians of the ratios of each round. GB count the bytes of the BF16 source. `--write codec` puts the
+JSON and the chart into benchmarks/results/codec.*. Peers are whatever is installed beside this
+package.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peer-rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", metavar="NAME", help="of the JSON and the chart in results/")
     parser.add_argument("--memory-of", metavar="NAME", help="only print the memory of one encoder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -267,17 +268,17 @@ def main() -> None:
         "start_up_seconds": started,
     }
     if arguments.write:
-        write(result)
+        write(result, arguments.write)
 
 
-def write(result: dict[str, Any]) -> None:
+def write(result: dict[str, Any], name: str) -> None:
     """The JSON and the chart."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     bars = {"memcpy": result["codec"][0]["gb_per_cpu_second"]}
     bars |= {row["name"]: row["gb_per_cpu_second"] for row in result["encoders"]}
     chart = bar_chart("Encoding BF16 to MXFP4, GB of source per CPU-second, one thread", bars)
-    (RESULTS / "codec.svg").write_text(chart)
+    (RESULTS / f"{name}.svg").write_text(chart)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def run_flags(command: Command) -> Command:
         click.option(
             "--workers",
             type=click.IntRange(1),
-            help="Shards at a time.  [default: one for two cores]",
+            help="Shards at a time.  [default: half the cores, and one]",
         ),
         click.option(
             "--on-odd-shape",

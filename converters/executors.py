@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from mxfp4.converters.plan import OutputShard
 from mxfp4.converters.state import ShardRecord
@@ -27,14 +28,16 @@ def run_inline(units: Sequence[OutputShard], work: Work, workers: int) -> Iterat
 def run_threads(units: Sequence[OutputShard], work: Work, workers: int) -> Iterator[ShardRecord]:
     """Several units at a time; reading, encoding, hashing and writing all release the GIL.
 
-    The first failure stops the others at their next slab, so that nothing half-written stays.
+    While a finished unit waits until the disk has it, the next one begins. The first failure stops
+    the others at their next slab, so that nothing half-written stays.
     """
+    work = replace(work, turns=threading.Semaphore(workers))
     queue = iter(units)
     running: set[Future[ShardRecord]] = set()
-    with ThreadPoolExecutor(workers, thread_name_prefix="mxfp4") as pool:
+    with ThreadPoolExecutor(workers + 1, thread_name_prefix="mxfp4") as pool:
         try:
             while True:
-                while len(running) < workers and (unit := next(queue, None)) is not None:
+                while len(running) <= workers and (unit := next(queue, None)) is not None:
                     running.add(pool.submit(convert_shard, unit, work))
                 if not running:
                     return
@@ -53,9 +56,9 @@ EXECUTORS: Mapping[str, Executor] = {"inline": run_inline, "threads": run_thread
 def choose(workers: int | None, unit_count: int) -> tuple[str, int]:
     """The executor and worker count for this machine when the user names none.
 
-    A worker is two threads, so half as many workers as cores.
+    A worker is two threads, so half as many workers as cores; one more, so that no core waits
+    where one thread of a worker has less to do than the other.
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(workers or max((available or 1) // 2, 1), max(unit_count, 1))
-    main = threading.current_thread() is threading.main_thread()
-    return ("inline" if count == 1 and main else "threads"), count
+    count = min(workers or (available or 1) // 2 + 1, max(unit_count, 1))
+    return ("inline" if unit_count <= 1 else "threads"), count

@@ -71,6 +71,8 @@ class Work:
     drop_cache: bool = False
     on_bytes: Callable[[int], None] = lambda count: None
     stop: threading.Event = field(default_factory=threading.Event)
+    turns: threading.Semaphore = field(default_factory=threading.Semaphore)
+    """Units that may read and write at a time; one that only waits for the disk has no turn."""
     substitutes: Substitutes | None = None
     also: tuple[tuple[Plan, OutputFolder], ...] = ()
     """Further outputs of the same read: plans with the same tasks in the same shards."""
@@ -117,21 +119,26 @@ def convert_shard(unit: OutputShard, work: Work) -> ShardRecord:
     `NoSpaceError`; in each case nothing of the shard remains.
     """
     with ExitStack() as stack:
-        sources = stack.enter_context(
-            SourceReaders(work.plan.checkpoint, work.slab_bytes, drop_cache=work.drop_cache)
-        )
-        outlets = [
-            stack.enter_context(Outlet(plan, folder, same_shard(plan, unit)))
-            for plan, folder in ((work.plan, work.output), *work.also)
-        ]
-        pieces = stack.enter_context(ahead(_pieces(unit, sources, work), _PIECES_AHEAD))
-        for piece in pieces:
-            for outlet in outlets:
-                outlet.take(piece)
-            work.advance(piece.source_bytes)
-        sources.require_unchanged()
+        with work.turns:
+            outlets = [
+                stack.enter_context(Outlet(plan, folder, same_shard(plan, unit)))
+                for plan, folder in ((work.plan, work.output), *work.also)
+            ]
+            _fill(outlets, unit, work)
         records = [outlet.commit() for outlet in outlets]
     return records[0]
+
+
+def _fill(outlets: Sequence[Outlet], unit: OutputShard, work: Work) -> None:
+    """Stream everything the shard holds from its sources into the outlets."""
+    readers = SourceReaders(work.plan.checkpoint, work.slab_bytes, drop_cache=work.drop_cache)
+    with readers as sources:
+        with ahead(_pieces(unit, sources, work), _PIECES_AHEAD) as pieces:
+            for piece in pieces:
+                for outlet in outlets:
+                    outlet.take(piece)
+                work.advance(piece.source_bytes)
+        sources.require_unchanged()
 
 
 def same_shard(plan: Plan, unit: OutputShard) -> OutputShard:

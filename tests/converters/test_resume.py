@@ -126,9 +126,10 @@ def test_stop_event_ends_the_run_between_slabs(moe_folder, tmp_path, builder):
     run = RunOptions(workers=1)
     with pytest.raises(InterruptedConversionError):
         convert(moe_folder, tmp_path / "out", None, options, run, progress=progress, stop=stop)
-    assert status(tmp_path / "out").shards_done == 1
+    done = status(tmp_path / "out").shards_done
+    assert done in (1, 2)  # the next shard may have been complete when the first was reported
     report = convert(moe_folder, tmp_path / "out", None, options, run)
-    assert report.converted_shards == len(report.records) - 1
+    assert report.converted_shards == len(report.records) - done
     convert(moe_folder, tmp_path / "whole", None, options, run)
     assert builder.hashes(tmp_path / "out") == builder.hashes(tmp_path / "whole")
 

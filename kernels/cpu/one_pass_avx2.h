@@ -3,6 +3,7 @@
 #include "scan_avx2.h"
 
 #define ONE_PASS_BATCH 32 /* its counts fit bytes, and its sums fit lanes with half as many blocks */
+#define FETCH_AHEAD 4096 /* bytes: scans read in bursts, which the hardware does not foresee */
 
 typedef __m256i mx_lanes;
 
@@ -158,6 +159,7 @@ INLINE void measure_as(const uint16_t *words, uint8_t *codes, const uint8_t *sca
         if (UNLIKELY(flags[i / 8].outside)) continue;
         const uint16_t *two = words + MX_BLOCK * i;
         uint8_t *out = codes + MX_BLOCK_BYTES * i;
+        EACH _mm_prefetch((const char *)(two + MX_BLOCK * k) + FETCH_AHEAD, _MM_HINT_T0);
         if (UNLIKELY(measure_two(two, out, scales + i, less + i, c, signs, i, sums, &masks)))
             EACH treat_tiny(two + MX_BLOCK * k, out + MX_BLOCK_BYTES * k, scales[i + k], plan, to);
     }

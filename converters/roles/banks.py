@@ -137,10 +137,14 @@ def flattened_bank(
     """Axis and bank of experts stored below each other without an index, else None.
 
     `[E*I, H]` is summed over its columns on the way in, and over its rows on the way out if it
-    has the shape of the way in; `[E*H, I]` is summed over its columns.
+    has the shape of the way in, or half of it; `[E*H, I]` is summed over its columns. None, too, if
+    the name does not tell the way.
     """
     leaf = path[-1]
-    down = bool(words.FFN_OUT.fullmatch(leaf)) and not words.FFN_IN.fullmatch(leaf)
+    into = words.FFN_IN.fullmatch(leaf)
+    down = bool(words.FFN_OUT.fullmatch(leaf)) and not into
+    if not into and not down:
+        return None
     inward = [
         other
         for name, other in scene.matrices_under(path[:-1]).items()
@@ -152,6 +156,7 @@ def flattened_bank(
         wide = shape[1] in facts.expert_widths
         tall = any(shape[0] == count * k and n == count * shape[1] for n, k in inward)
         if wide or (down and tall):
-            axis = 0 if down and shape in inward else 1
+            alike = any(n == shape[1] and k in (shape[0], 2 * shape[0]) for k, n in inward)
+            axis = 0 if down and alike else 1
             return axis, ExpertBank(count, 1 - axis, (leaf,), "single", flattened=True)
     return None

@@ -1,34 +1,13 @@
 """Architectures outside the measured corpus, written down from their public loaders.
 
-A line is `name  shape  role  axis`. `{l}` runs over the layers, `{e}` over the experts. Letters in
-shapes are sizes: H hidden, I inner, E experts, V vocabulary, D half of hidden, S shared inner,
-W tower width. A role ending in `!` is also quantized at level linear; `?` stands for any kept role.
+The lines are those of `families` in conftest.py.
 """
 
 import pytest
 
-from mxfp4.converters.decide import Action, decide
-from mxfp4.converters.header import TensorInfo
-from mxfp4.converters.recipe import Level, Recipe
-from mxfp4.converters.roles import Role, classify
-
-SIZES = {"H": 128, "I": 192, "E": 8, "V": 512, "D": 64, "S": 96, "W": 96, "N": 4}
 LAYERS = 3
 BASE = {"hidden_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 512}
 MOE = {**BASE, "num_experts": 8}
-NEVER = frozenset(
-    {
-        Role.ROUTER,
-        Role.ROUTER_BIAS,
-        Role.SHARED_EXPERT_GATE,
-        Role.EMBEDDING,
-        Role.LM_HEAD,
-        Role.NORM,
-        Role.CONV,
-        Role.SSM_SMALL,
-        Role.INDEXER,
-    }
-)
 
 FAMILIES = {
     "mixtral as released by mistral": (
@@ -685,53 +664,12 @@ FAMILIES = {
 }
 
 
-def parse_shape(text):
-    """`EI,H` is (E * I, H) where E starts a run, `HHH` is three times H, digits are literal."""
-    shape = []
-    for part in text.split(","):
-        if part.lstrip("?").isdigit():
-            shape.append(int(part.lstrip("?")))
-        elif part.startswith("E") and len(part) > 1:
-            shape.append(SIZES["E"] * SIZES[part[1]])
-        else:
-            shape.append(sum(SIZES[letter] for letter in part))
-    return tuple(shape)
-
-
-def expand(text):
-    for line in text.strip().splitlines():
-        name, shape, role, axis = line.split()
-        layers = range(LAYERS) if "{l}" in name else [0]
-        experts = range(SIZES["E"]) if "{e}" in name else [0]
-        for layer in layers:
-            for expert in experts:
-                full = name.replace("{l}", str(layer)).replace("{e}", str(expert))
-                yield full, parse_shape(shape), role, None if axis == "-" else int(axis)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family):
+def test_family(families, family):
     config, text = FAMILIES[family]
-    rows = list(expand(text))
-    tensors = [TensorInfo(name, "BF16", shape) for name, shape, _, _ in rows]
-    roles = classify(tensors, config)
-    decisions = decide(tensors, roles, Recipe(level=Level.LINEAR))
-    wrong = []
-    for name, shape, wanted, axis in rows:
-        role, decision = roles[name], decisions[name]
-        if wanted != "?" and (role.role != wanted.rstrip("!") or role.axis != axis):
-            wrong.append((name, shape, role))
-        if (decision.action is Action.QUANTIZE) != wanted.endswith("!"):
-            wrong.append((name, shape, decision))
-    assert not wrong
+    assert not families.misjudged(config, text)
 
 
-def test_no_protected_role_is_quantized_without_a_config_either():
+def test_no_protected_role_is_quantized_without_a_config_either(families):
     for family, (_, text) in FAMILIES.items():
-        rows = list(expand(text))
-        tensors = [TensorInfo(name, "BF16", shape) for name, shape, _, _ in rows]
-        roles = classify(tensors, None)
-        decisions = decide(tensors, roles, Recipe(level=Level.LINEAR))
-        for name, _, wanted, _ in rows:
-            if wanted in NEVER:
-                assert decisions[name].action is Action.KEEP, (family, name)
+        assert not families.unprotected(text), family

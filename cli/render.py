@@ -94,6 +94,7 @@ def table(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
 def emit_json(value: Any) -> None:
     """One JSON document on stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def emit_object(
@@ -111,6 +112,7 @@ def emit_object(
         sys.stdout.write(f", {part}")
     rest = f", {encode(after)[1:-1]}" if after else ""
     sys.stdout.write(f"]{rest}}}\n")
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -128,6 +130,8 @@ def reported(voice: Voice) -> Iterator[None]:
     except Terminated as error:
         _report(error, "terminated; the same command continues", EXIT_TERMINATED, voice)
         raise click.exceptions.Exit(EXIT_TERMINATED) from error
+    except BrokenPipeError:
+        raise  # nobody reads on, as after `| head`; click ends without a word
     except OSError as error:
         _report(error, f"{error.filename or ''}: {error.strerror or error}", EXIT_FAILED, voice)
         raise click.exceptions.Exit(EXIT_FAILED) from error

@@ -80,3 +80,5 @@ def _show(result: Verification, verbose: int) -> None:
             click.echo(f"  {error:.4f}  {module}")
     verdict = "no differences" if result.ok else f"{len(result.findings):,} difference(s)"
     click.echo(f"{result.output}: {verdict} ({checked})")
+    if result.source is None and not result.deep:
+        click.echo("only headers, sizes, index and config were read; --deep reads all bytes")

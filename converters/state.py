@@ -25,7 +25,13 @@ from typing import Any, TypeGuard
 
 from mxfp4.converters.plan import PLAN_FORMAT, Plan, first_difference
 from mxfp4.converters.writer import sync_folder, write_atomically
-from mxfp4.errors import LockedError, OutputExistsError, OutputNotWritableError, ResumeError
+from mxfp4.errors import (
+    LockedError,
+    OutputError,
+    OutputExistsError,
+    OutputNotWritableError,
+    ResumeError,
+)
 
 STATE_FOLDER = ".mxfp4"
 
@@ -84,6 +90,12 @@ class OutputFolder:
             for folder in (self.path, self.state, self.state / "tmp", self.state / "done"):
                 folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise OutputError(
+                "there is a file where the output folder should be",
+                file=str(self.path),
+                hint="choose another folder; nothing of yours is overwritten",
+            ) from error
         except OSError as error:
             raise OutputNotWritableError(
                 f"the output folder cannot be written ({error.strerror})",

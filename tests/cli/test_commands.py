@@ -243,3 +243,13 @@ def test_terminal_gets_a_bar_and_a_pipe_gets_lines(moe_folder, tmp_path, command
 def test_a_traceback_only_with_debug(tmp_path):
     assert "Traceback" not in run("convert", tmp_path / "none", tmp_path / "out").output
     assert "Traceback" in run("convert", tmp_path / "none", tmp_path / "out", "--debug").output
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_nobody_reading_on_is_no_error(flags, moe_folder, command):
+    process = command("plan", moe_folder, *flags)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1
+    assert errors == ""

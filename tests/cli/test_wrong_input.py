@@ -333,11 +333,23 @@ def test_state_that_lists_files_outside_is_never_followed(moe_folder, tmp_path):
     assert victim.read_text() == "mine"
 
 
-def test_output_that_cannot_be_made(moe_folder, tmp_path):
+@pytest.mark.parametrize("output", ["file", "file/out"])
+def test_a_file_where_the_output_should_be(output, moe_folder, tmp_path):
     (tmp_path / "file").write_text("x")
-    result = run("convert", moe_folder, tmp_path / "file" / "out")
+    result = run("convert", moe_folder, tmp_path / output)
+    assert result.exit_code == 2
+    assert "there is a file where the output folder should be" in result.output
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_output_that_cannot_be_made(moe_folder, tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    result = run("convert", moe_folder, tmp_path / "out")
     assert result.exit_code == 1
-    assert "the output folder cannot be written" in result.output
+    assert "the output folder cannot be written (Permission denied)" in result.output
 
 
 WRONG_USE = {

@@ -53,6 +53,16 @@ INLINE void worth_trying(const uint16_t *words, int byte, int *up, int *down) {
     int top = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16((short)(unit + 0x10f))) == 0;
     __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16((short)unit));
     *down = top & (__builtin_popcount(small) >= 17);
+#elif defined(__AVX2__)
+    const __m256i magnitude = _mm256_set1_epi16(WORD_MAGNITUDE), *half = (const void *)words;
+    __m256i a0 = _mm256_and_si256(_mm256_loadu_si256(half), magnitude);
+    __m256i a1 = _mm256_and_si256(_mm256_loadu_si256(half + 1), magnitude);
+    int unit = byte << 7, most = (int)maximum_of(a0, a1);
+    __m256i one = _mm256_set1_epi16((short)unit);
+    __m256i small = _mm256_packs_epi16(_mm256_cmpgt_epi16(one, a0), _mm256_cmpgt_epi16(one, a1));
+    int count = __builtin_popcount((unsigned)_mm256_movemask_epi8(small));
+    *up = most > unit + 0x140;
+    *down = (most < unit + 0x10f) & (count >= 17);
 #else
     unsigned one = (unsigned)byte << 7, most = 0, small = 0;
     for (int i = 0; i < MX_BLOCK; i++) {

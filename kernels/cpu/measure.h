@@ -59,21 +59,23 @@ static __attribute__((noinline)) void add_wide_squares(const mx_ints *units, con
 }
 
 INLINE void add_squares(const mx_ints *units, const mx_ints *errors, int byte, mx_statistics *to) {
-    mx_ints any = {0}, signals = {0}, squares = {0};
+    mx_ints any = {0};
+    mx_uints signals = {0}, squares = {0};
     for (int i = 0; i < 2 * MX_PARTS; i++) {
         any |= units[i];
-        signals += square_of(units[i] >> MX_SIGNAL_CUT);
-        squares += square_of(errors[i]);
+        signals += (mx_uints)square_of(units[i] >> MX_SIGNAL_CUT);
+        squares += (mx_uints)square_of(errors[i]);
     }
-    int32_t lane[3][MX_VECTOR / 4], all = 0;
+    uint32_t lane[3][MX_VECTOR / 4];
+    int32_t all = 0;
     memcpy(lane[0], &any, sizeof any);
     memcpy(lane[1], &signals, sizeof signals);
     memcpy(lane[2], &squares, sizeof squares);
     uint64_t signal = 0, error = 0;
     for (int i = 0; i < MX_VECTOR / 4; i++) {
-        all |= lane[0][i];
-        signal += (uint32_t)lane[1][i];
-        error += (uint32_t)lane[2][i];
+        all |= (int32_t)lane[0][i];
+        signal += lane[1][i];
+        error += lane[2][i];
     }
     if (UNLIKELY(all >= 8 << MX_UNIT_BITS || !byte))
         add_wide_squares(units, errors, byte, to);

@@ -13,6 +13,7 @@
 
 typedef float mx_floats __attribute__((vector_size(MX_VECTOR)));
 typedef int32_t mx_ints __attribute__((vector_size(MX_VECTOR)));
+typedef uint32_t mx_uints __attribute__((vector_size(MX_VECTOR)));
 typedef float mx_four __attribute__((vector_size(16)));
 
 typedef struct {

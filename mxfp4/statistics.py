@@ -51,6 +51,8 @@ class TensorStatistics:
 
     def __add__(self, other: TensorStatistics) -> TensorStatistics:
         """Statistics of both parts together."""
+        if not self.elements or not other.elements:
+            return other if other.elements else self
         return TensorStatistics(
             elements=self.elements + other.elements,
             zero_blocks=self.zero_blocks + other.zero_blocks,

@@ -138,7 +138,7 @@ def feed_forward(view: View) -> Verdict | None:
         return None
     leaf, parents = _unwrapped(view)
     inward, outward = words.FFN_IN.fullmatch(leaf), words.FFN_OUT.fullmatch(leaf)
-    if any(words.GATE_PARENT.fullmatch(part) for part in parents):
+    if any(words.GATE_PARENT.fullmatch(part) for part in parents) or _alone_beside_experts(view):
         return None
     inside = _owner(parents, words.FFN, words.FFN_WRAPPERS)
     if (inward or outward) and inside is not None:
@@ -153,6 +153,18 @@ def feed_forward(view: View) -> Verdict | None:
         inward, outward = inward or outward, None
     group = (len(view.path) - 1, "gate_up") if inward and not outward else None
     return Verdict(Role.MLP, text, 1, group=group)
+
+
+def _alone_beside_experts(view: View) -> bool:
+    """Directly beside the experts under a general name, without a counterpart: perhaps a router."""
+    telling = view.leaf in words.FUSED_IN or view.leaf.endswith(("gate_proj", "up_proj"))
+    if telling or view.path[:-1] not in view.scene.expert_blocks:
+        return False
+    around = view.scene.matrices_under(view.path[:-1]).items()
+    ways = (words.FFN_IN, words.FFN_OUT)
+    into, back = ([shape for name, shape in around if way.fullmatch(name)] for way in ways)
+    pairs = [(a, b) for a in into for b in back if a[-1] == b[-2] and a[-2] in (b[-1], 2 * b[-1])]
+    return not any(view.shape in pair for pair in pairs)
 
 
 def _pair_in_layer(view: View) -> bool:

@@ -136,6 +136,17 @@ FAMILIES = {
         model.layers.{l}.mlp.experts.{e}.up_proj.weight   I,H  expert! 1
         """,
     ),
+    "a general name beside experts": (
+        BASE,
+        """
+        model.layers.0.mlp.linear.weight                  12,H  ? 1
+        model.layers.1.mlp.fc1.weight                     12,H  ? 1
+        model.layers.2.mlp.fc1.weight                     I,H   mlp! 1
+        model.layers.2.mlp.fc2.weight                     H,I   mlp! 1
+        model.layers.{l}.mlp.experts.{e}.up_proj.weight   I,H   expert! 1
+        model.layers.{l}.mlp.experts.{e}.down_proj.weight H,I   expert! 1
+        """,
+    ),
     "diffusion transformer with experts": (
         {"num_routed_experts": 8, "num_layers": LAYERS, "num_attention_heads": 4},
         """

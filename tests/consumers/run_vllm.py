@@ -1,4 +1,5 @@
-"""Inside the vLLM environment: serve a folder and print greedy tokens with their log-probs.
+"""Inside the vLLM environment: serve a folder and print greedy tokens with their log-probs, and
+which kernels of a quantized linear layer served it.
 
 run_vllm.py FOLDER [decode]. vLLM's only MXFP4 expert kernel for CPUs needs AMX. With `decode`, the
 engine still reads names, shapes, shards and bytes with its own MXFP4 loader; only the product is
@@ -79,5 +80,13 @@ engine = LLM(
 choice = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, detokenize=False)
 found = engine.generate([{"prompt_token_ids": [3, 14, 15, 92, 65, 35]}], choice)[0].outputs[0]
 scores = [next(iter(step.values())).logprob for step in found.logprobs]
-result = {"tokens": list(found.token_ids), "scores": scores, "decoded": DecodedExperts.loaded}
+runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+schemes = [module.scheme for module in runner.model.modules() if hasattr(module, "scheme")]
+kernels = {type(scheme.kernel).__name__ for scheme in schemes}
+result = {
+    "tokens": list(found.token_ids),
+    "scores": scores,
+    "decoded": DecodedExperts.loaded,
+    "kernels": sorted(kernels),
+}
 print(json.dumps(result))

@@ -1,57 +1,35 @@
-"""vLLM's CPU engine serves a compressed-tensors MXFP4 checkpoint through the plugin.
+"""The CPU engine of vLLM serves a dense MXFP4 checkpoint through the plugin of this package."""
 
-Needs vLLM's CPU build, which CI does not install; the parts of the plugin that do not need vLLM are
-tested in tests/kernels/triton/test_vllm_layers.py.
-"""
-
-import importlib.util
-import json
-import os
+from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
-
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
-)
-
-from safetensors.torch import load_file, save_file
-
 import mxfp4
-from mxfp4.kernels import vllm_plugin
+from mxfp4.converters.convert import convert
+from mxfp4.converters.plan import OutputOptions
 
-# pyright: reportMissingImports=false, reportArgumentType=false
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-def tokens_of(folder):
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=256,
-        enforce_eager=True,
-    )
-    choice = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, detokenize=False)
-    prompt = {"prompt_token_ids": [3, 14, 15, 92, 65, 35]}
-    found = engine.generate([prompt], choice)[0].outputs[0]
-    worker = engine.llm_engine.model_executor.driver_worker.worker
-    kernels = {
-        type(module.scheme.kernel).__name__
-        for module in worker.model_runner.model.modules()
-        if hasattr(getattr(module, "scheme", None), "kernel")
-    }
-    scores = [next(iter(step.values())).logprob for step in found.logprobs]
-    return list(found.token_ids), scores, kernels
+# pyright: reportArgumentType=false
+pytestmark = pytest.mark.consumer_vllm
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def installed(tmp_path_factory):
+    """A folder with this package and its entry points and nothing else, for another environment."""
+    folder = tmp_path_factory.mktemp("site")
+    package = distribution("mxfp4")
+    (folder / "mxfp4").symlink_to(Path(mxfp4.__file__).parent)
+    metadata = folder / f"mxfp4-{package.version}.dist-info"
+    metadata.mkdir()
+    text = f"Metadata-Version: 2.1\nName: mxfp4\nVersion: {package.version}\n"
+    (metadata / "METADATA").write_text(text)
+    (metadata / "entry_points.txt").write_text(package.read_text("entry_points.txt"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
     """A tiny dense model in MXFP4, and its exact dequantized twin."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -66,42 +44,21 @@ def checkpoints(tmp_path_factory):
         head_dim=32,
         vocab_size=256,
         max_position_embeddings=256,
+        initializer_range=0.1,
         tie_word_embeddings=False,
     )
-    plain, packed = base / "plain", base / "packed"
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
-    packed.mkdir()
-    tensors = load_file(plain / "model.safetensors")
-    stored = {}
-    for name, value in tensors.items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = value
-            continue
-        w = mxfp4.quantize(value * 4)
-        stored[name.replace("weight", "weight_packed")] = w.codes
-        stored[name.replace("weight", "weight_scale")] = w.scales
-        tensors[name] = mxfp4.dequantize(w)
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    described = json.loads((plain / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-    weights |= {"symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8"}
-    group = {"targets": ["Linear"], "weights": weights, "format": "mxfp4-pack-quantized"}
-    described["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    (packed / "config.json").write_text(json.dumps(described))
-    return packed, plain
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(base / "source")
+    packed = convert(base / "source", base / "packed").output
+    return packed, convert(packed, base / "plain", options=OutputOptions(format="bf16")).output
 
 
-def test_served_model_says_what_its_dequantized_twin_says(checkpoints):
-    vllm_plugin.register()
-    packed, plain = checkpoints
-    tokens, scores, kernels = tokens_of(packed)
-    assert kernels == {"Mxfp4PluginLinearKernel"}
-    wanted, wanted_scores, _ = tokens_of(plain)
-    assert tokens == wanted
-    assert max(abs(a - b) for a, b in zip(scores, wanted_scores, strict=True)) < 0.01
+def test_served_model_says_what_its_dequantized_twin_says(folders, installed, consumer):
+    packed, plain = folders
+    found = consumer("vllm", packed, PYTHONPATH=str(installed))
+    assert found["kernels"] == ["Mxfp4PluginLinearKernel"]
+    wanted = consumer("vllm", plain)
+    assert wanted["kernels"] == []
+    assert len(found["tokens"]) == 12
+    assert found["tokens"] == wanted["tokens"]
+    pairs = zip(found["scores"], wanted["scores"], strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 0.01

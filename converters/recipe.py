@@ -13,8 +13,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from mxfp4.converters.roles import Role
 from mxfp4.errors import RecipeError
 from mxfp4.spec import ScaleRule, TieRule
@@ -55,6 +53,8 @@ class Recipe:
         Raises `RecipeError` for a file that is not a mapping, for unknown keys and for values of
         the wrong kind.
         """
+        import yaml
+
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
